@@ -1,0 +1,69 @@
+// All offsets: which elements form a group, which groups a rank owns, where codes and parameters lie in a tile, where the
+// compensator's state lies in its slot. Nothing else in the project computes an offset.
+//
+//   tensor   | group 0 | group 1 | ...                        | group G-1 (may be partial) |
+//   segments | rank 0: C groups      | rank 1: C groups | ... | late ones short or empty   |
+//   tile     | codes: n * g*bits/8 bytes | parameters: n * 2 or 4 bytes | zeros to 16 bytes |
+//
+// 4-bit codes: element 2i in the low nibble of byte i, 2i+1 in the high one. Parameters: scale, then (not for symmetric) zero-point, 16
+// bits each, little endian. Codes of absent elements and bytes of absent groups are 0.
+#pragma once
+
+#include "config.h"
+#include "hd.h"
+
+namespace echo {
+
+constexpr int64_t kTileAlignBytes = 16;
+
+ECHO_HD int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+ECHO_HD int64_t min_i64(int64_t a, int64_t b) { return a < b ? a : b; }
+ECHO_HD int64_t align_up(int64_t bytes) { return ceil_div(bytes, kTileAlignBytes) * kTileAlignBytes; }
+
+struct GroupRange {
+  int64_t begin = 0;  // groups of the tensor
+  int64_t end = 0;
+};
+
+ECHO_HD int64_t group_count(const Plan& plan) { return ceil_div(plan.numel, plan.codec.group_elems); }
+ECHO_HD int64_t segment_groups(const Plan& plan) { return ceil_div(group_count(plan), plan.world_size); }
+
+// Elements present in a group: g, fewer in the last one.
+ECHO_HD int32_t group_elems_at(const Plan& plan, int64_t group) {
+  return static_cast<int32_t>(min_i64(plan.codec.group_elems, plan.numel - group * plan.codec.group_elems));
+}
+
+// Groups [tile*tile_groups, ...) of the segment that `owner` owns; empty where the segment is short.
+ECHO_HD GroupRange tile_range(const Plan& plan, int32_t owner, int64_t tile, int64_t tile_groups) {
+  const int64_t groups = group_count(plan);
+  const int64_t per_segment = segment_groups(plan);
+  const int64_t segment_end = min_i64(groups, (owner + 1) * per_segment);
+  const int64_t begin = min_i64(segment_end, owner * per_segment + tile * tile_groups);
+  const int64_t limit = owner * per_segment + min_i64(per_segment, (tile + 1) * tile_groups);
+  return GroupRange{begin, min_i64(segment_end, limit)};
+}
+
+ECHO_HD int64_t code_bytes(const Codec& codec) { return codec.group_elems * codec.bits / 8; }
+ECHO_HD int64_t param_bytes(const Codec& codec) { return codec.quantizer == Quantizer::kSymmetric ? 2 : 4; }
+ECHO_HD int64_t params_offset(const Codec& codec, int64_t tile_groups) { return tile_groups * code_bytes(codec); }
+ECHO_HD int64_t tile_bytes(const Codec& codec, int64_t tile_groups) {
+  return align_up(tile_groups * (code_bytes(codec) + param_bytes(codec)));
+}
+
+// Slot of the compensator's state. int8: codes, then one bf16 scale per group; other formats: the elements alone. c first, then m1.
+ECHO_HD int64_t state_elem_bytes(StateDType dtype) {
+  return dtype == StateDType::kFloat32 ? 4 : dtype == StateDType::kInt8 ? 1 : 2;
+}
+ECHO_HD int64_t state_scales_offset(const Plan& plan) {
+  return align_up(plan.numel * state_elem_bytes(plan.feedback.state_dtype));
+}
+ECHO_HD int64_t state_average_bytes(const Plan& plan) {
+  const int64_t scales = plan.feedback.state_dtype == StateDType::kInt8 ? align_up(2 * group_count(plan)) : 0;
+  return state_scales_offset(plan) + scales;
+}
+ECHO_HD int64_t state_bytes(const Plan& plan) {
+  if (!plan.feedback.enabled) return 0;
+  return state_average_bytes(plan) * (plan.feedback.k2 != 0.0f ? 2 : 1);
+}
+
+}  // namespace echo

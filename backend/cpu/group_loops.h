@@ -1,0 +1,201 @@
+// Loops over one group of at most kMaxGroupElems elements held in an aligned fp32 array: the host's way of visiting what core/ defines.
+//
+// Everything here has internal linkage (see core/hd.h) and is written so that compilers vectorise it without reordering any sum. `elems` is
+// the number of elements present; nothing is read or written beyond it in caller memory.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+
+#include "../core/feedback.h"
+#include "../core/quantizer.h"
+#include "../core/rotation.h"
+#include "../core/tile.h"
+
+namespace echo::cpu {
+
+struct alignas(64) GroupArray {
+  float at[kMaxGroupElems];
+};
+
+struct alignas(64) CodeArray {
+  uint8_t at[kMaxGroupElems];
+};
+
+struct SignTable {
+  uint32_t at[kMaxGroupElems];
+  constexpr SignTable() : at() {
+    for (uint32_t i = 0; i < kMaxGroupElems; ++i) at[i] = rotation_sign_bit(i);
+  }
+};
+static constexpr SignTable kSigns;
+
+static inline void load_group(const void* tensor, DType dtype, int64_t first_elem, int elems, float* out) {
+  const std::byte* source = static_cast<const std::byte*>(tensor) + first_elem * dtype_bytes(dtype);
+  if (dtype == DType::kFloat32) {
+    std::memcpy(out, source, sizeof(float) * elems);
+    return;
+  }
+  alignas(64) uint16_t raw[kMaxGroupElems];
+  std::memcpy(raw, source, sizeof(uint16_t) * elems);
+  if (dtype == DType::kBFloat16) {
+    for (int i = 0; i < elems; ++i) out[i] = from_bfloat16(raw[i]);
+  } else {
+    for (int i = 0; i < elems; ++i) out[i] = from_float16(raw[i]);
+  }
+}
+
+static inline void store_group(const float* values, DType dtype, int64_t first_elem, int elems, void* tensor) {
+  std::byte* target = static_cast<std::byte*>(tensor) + first_elem * dtype_bytes(dtype);
+  if (dtype == DType::kFloat32) {
+    GroupArray canonical;
+    for (int i = 0; i < elems; ++i) canonical.at[i] = canonical_nan(values[i]);
+    std::memcpy(target, canonical.at, sizeof(float) * elems);
+    return;
+  }
+  alignas(64) uint16_t raw[kMaxGroupElems];
+  if (dtype == DType::kBFloat16) {
+    for (int i = 0; i < elems; ++i) raw[i] = to_bfloat16(values[i]);
+  } else {
+    for (int i = 0; i < elems; ++i) raw[i] = to_float16(values[i]);
+  }
+  std::memcpy(target, raw, sizeof(uint16_t) * elems);
+}
+
+static inline void scale_group(float* x, int elems, float factor) {
+  for (int i = 0; i < elems; ++i) x[i] = x[i] * factor;
+}
+
+static inline void butterflies(float* x, int elems, int run) {
+  for (int stride = 1; stride < run; stride *= 2) {
+    for (int base = 0; base < elems; base += 2 * stride) {
+      float* low = x + base;
+      float* high = low + stride;
+      for (int i = 0; i < stride; ++i) {
+        const float u = low[i];
+        const float v = high[i];
+        low[i] = u + v;
+        high[i] = u - v;
+      }
+    }
+  }
+}
+
+static inline void flip_signs(float* x, int elems, int run) {
+  for (int base = 0; base < elems; base += run) {
+    for (int i = 0; i < run; ++i) x[base + i] = flip_sign(x[base + i], kSigns.at[i]);
+  }
+}
+
+static inline void rotate_entry(float* x, int elems, const Codec& codec) {
+  if (!is_rotated(codec, elems)) return;
+  const int run = 1 << codec.rotation_log2;
+  flip_signs(x, elems, run);
+  butterflies(x, elems, run);
+  const float factor = rotation_entry_factor(codec);
+  if (factor != 1.0f) scale_group(x, elems, factor);
+}
+
+static inline void rotate_exit(float* x, int elems, const Codec& codec) {
+  if (!is_rotated(codec, elems)) return;
+  const int run = 1 << codec.rotation_log2;
+  butterflies(x, elems, run);
+  scale_group(x, elems, rotation_exit_factor(codec));
+  flip_signs(x, elems, run);
+}
+
+static inline uint32_t group_max_magnitude(const float* x, int elems) {
+  uint32_t largest = 0;
+  for (int i = 0; i < elems; ++i) {
+    const uint32_t magnitude = bits_of(x[i]) & kAbsMask32;
+    largest = largest < magnitude ? magnitude : largest;
+  }
+  return largest;
+}
+
+// Extremes through independent columns, so that no comparison waits for the one before; a NaN may be dropped here, max_magnitude tells.
+static inline GroupStats group_stats(const float* x, int elems) {
+  constexpr int kColumns = 16;
+  alignas(64) float lo[kColumns];
+  alignas(64) float hi[kColumns];
+  for (int j = 0; j < kColumns; ++j) lo[j] = hi[j] = x[0];
+  int i = 0;
+  for (; i + kColumns <= elems; i += kColumns) {
+    for (int j = 0; j < kColumns; ++j) {
+      lo[j] = lesser(x[i + j], lo[j]);
+      hi[j] = greater(x[i + j], hi[j]);
+    }
+  }
+  for (; i < elems; ++i) {
+    lo[0] = lesser(x[i], lo[0]);
+    hi[0] = greater(x[i], hi[0]);
+  }
+  for (int width = kColumns / 2; width > 0; width /= 2) {
+    for (int j = 0; j < width; ++j) {
+      lo[j] = lesser(lo[j + width], lo[j]);
+      hi[j] = greater(hi[j + width], hi[j]);
+    }
+  }
+  return GroupStats{lo[0], hi[0], group_max_magnitude(x, elems)};
+}
+
+static inline void encode_group(const float* x, int elems, const GroupGrid& grid, float* codes) {
+  const GroupGrid g = grid;
+  if (g.code_max == 0.0f) {
+    std::memset(codes, 0, sizeof(float) * elems);
+    return;
+  }
+  for (int i = 0; i < elems; ++i) codes[i] = encode_element(x[i], g);
+}
+
+static inline void decode_group(const float* codes, int elems, const GroupGrid& grid, float* out) {
+  const GroupGrid g = grid;
+  for (int i = 0; i < elems; ++i) out[i] = decode_element(codes[i], g);
+}
+
+static inline void pack_codes(const float* codes, int elems, const Codec& codec, std::byte* out) {
+  CodeArray code;
+  const int padded = codec.group_elems;
+  for (int i = 0; i < elems; ++i) code.at[i] = static_cast<uint8_t>(static_cast<int32_t>(codes[i]));
+  for (int i = elems; i < padded; ++i) code.at[i] = 0;
+  if (codec.bits == 8) {
+    std::memcpy(out, code.at, padded);
+    return;
+  }
+  CodeArray packed;
+  for (int i = 0; i < padded / 2; ++i) {
+    packed.at[i] = static_cast<uint8_t>((code.at[2 * i] & 0xf) | (code.at[2 * i + 1] << 4));
+  }
+  std::memcpy(out, packed.at, padded / 2);
+}
+
+static inline void unpack_codes(const std::byte* in, int elems, const Codec& codec, float* codes) {
+  CodeArray code;
+  if (codec.bits == 8) {
+    std::memcpy(code.at, in, elems);
+  } else {
+    CodeArray packed;
+    std::memcpy(packed.at, in, (elems + 1) / 2);
+    for (int i = 0; i < (elems + 1) / 2; ++i) {
+      code.at[2 * i] = packed.at[i] & 0xf;
+      code.at[2 * i + 1] = packed.at[i] >> 4;
+    }
+  }
+  const Codec c = codec;
+  for (int i = 0; i < elems; ++i) codes[i] = code_value(code.at[i], c);
+}
+
+static inline GroupParams load_params(const std::byte* at, const Codec& codec) {
+  GroupParams params;
+  std::memcpy(&params.scale_bits, at, 2);
+  if (codec.quantizer != Quantizer::kSymmetric) std::memcpy(&params.zero_bits, at + 2, 2);
+  return params;
+}
+
+static inline void store_params(const GroupParams& params, const Codec& codec, std::byte* at) {
+  std::memcpy(at, &params.scale_bits, 2);
+  if (codec.quantizer != Quantizer::kSymmetric) std::memcpy(at + 2, &params.zero_bits, 2);
+}
+
+}  // namespace echo::cpu

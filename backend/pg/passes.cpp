@@ -1,0 +1,160 @@
+// Marks are numbers from one process-wide counter, so that "another pass than last time" is a comparison and the latest of several announcements is the largest.
+#include "passes.hpp"
+
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <mutex>
+#include <vector>
+
+#include <ATen/SavedTensorHooks.h>
+#include <c10/core/GradMode.h>
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/graph_task.h>
+
+namespace echo::pg {
+namespace {
+
+struct Frame {
+  ModuleRole role = ModuleRole::kPlain;
+  // Global forward hooks run before a module's own, so an all-reduce in an embedding's own hook finds the embedding already gone: the call
+  // right after its exit still belongs to it.
+  ModuleRole last_child = ModuleRole::kPlain;
+};
+
+// What the modules on a thread amount to. `base` hides those that were entered before the innermost autograd run on this thread.
+struct ThreadStack {
+  std::vector<Frame> frames;
+  size_t base = 0;
+  uint64_t mark = 0;
+  bool no_grad = false;
+};
+
+struct SuspendedStack {
+  size_t base;
+  uint64_t mark;
+  bool no_grad;
+};
+
+thread_local ThreadStack t_stack;
+thread_local std::vector<SuspendedStack> t_suspended;
+
+std::atomic<uint64_t> g_last_mark{0};
+std::atomic<uint64_t> g_backward_mark{0};
+std::atomic<int> g_exact_depth{0};
+std::atomic<bool> g_hooks_installed{false};
+
+uint64_t new_mark() { return g_last_mark.fetch_add(1, std::memory_order_relaxed) + 1; }
+
+bool gradients_off() { return !c10::GradMode::is_enabled(); }
+
+// A gradient on its way into a parameter, or a callback that autograd runs outside of any node: sums over replicas, not over partial results.
+bool is_parameter_gradient() {
+  const auto node = torch::autograd::get_current_node();
+  return node == nullptr || node->name().ends_with("AccumulateGrad");
+}
+
+ModuleRole role_of(const Frame& frame) {
+  return frame.role == ModuleRole::kPlain ? frame.last_child : frame.role;
+}
+
+}  // namespace
+
+void module_enter(ModuleRole role) {
+  ThreadStack& stack = t_stack;
+  if (stack.frames.size() == stack.base) {
+    stack.mark = new_mark();
+    stack.no_grad = gradients_off();
+  } else {
+    stack.frames.back().last_child = ModuleRole::kPlain;
+  }
+  stack.frames.push_back(Frame{.role = role});
+}
+
+// Another global hook that raises before ours runs leaves an exit without its entry, hence the test.
+void module_exit() {
+  ThreadStack& stack = t_stack;
+  if (stack.frames.size() == stack.base) return;
+  const ModuleRole role = stack.frames.back().role;
+  stack.frames.pop_back();
+  if (stack.frames.size() > stack.base) {
+    stack.frames.back().last_child = role == ModuleRole::kOpaque ? ModuleRole::kPlain : role;
+  }
+}
+
+// A reentrant checkpoint runs autograd inside autograd: only the outermost run is a pass.
+void backward_enter() {
+  if (torch::autograd::get_current_graph_task_id() < 0) g_backward_mark.store(new_mark(), std::memory_order_relaxed);
+  ThreadStack& stack = t_stack;
+  t_suspended.push_back({stack.base, stack.mark, stack.no_grad});
+  stack.base = stack.frames.size();
+}
+
+void backward_exit() {
+  if (t_suspended.empty()) return;
+  ThreadStack& stack = t_stack;
+  const SuspendedStack suspended = t_suspended.back();
+  t_suspended.pop_back();
+  stack.frames.resize(std::min(stack.frames.size(), stack.base));
+  stack.base = suspended.base;
+  stack.mark = suspended.mark;
+  stack.no_grad = suspended.no_grad;
+}
+
+void set_hooks_installed(bool installed) { g_hooks_installed.store(installed, std::memory_order_relaxed); }
+
+void exact_enter() { g_exact_depth.fetch_add(1, std::memory_order_relaxed); }
+void exact_exit() { g_exact_depth.fetch_sub(1, std::memory_order_relaxed); }
+
+CallOrigin current_origin() {
+  const ThreadStack& stack = t_stack;
+  const bool in_module = stack.frames.size() > stack.base;
+  const bool in_autograd = torch::autograd::get_current_graph_task_id() >= 0;
+
+  CallOrigin origin;
+  origin.depth = static_cast<int64_t>(stack.frames.size() - stack.base);
+  origin.no_grad = in_module ? stack.no_grad : gradients_off();
+  origin.hooks = g_hooks_installed.load(std::memory_order_relaxed);
+  origin.exact = g_exact_depth.load(std::memory_order_relaxed) > 0;
+  if (in_module) {
+    origin.context = in_autograd ? CallContext::kRecompute : CallContext::kForward;
+    origin.role = role_of(stack.frames.back());
+    origin.pass_mark = stack.mark;
+  } else if (in_autograd) {
+    // A checkpointed function that is no module shows by the hooks that pack its saved tensors.
+    const bool recompute = !at::SavedTensorDefaultHooks::get_tls_state().stack.empty();
+    origin.context = recompute ? CallContext::kRecompute : CallContext::kBackward;
+    origin.parameter_gradient = is_parameter_gradient();
+    origin.pass_mark = g_backward_mark.load(std::memory_order_relaxed);
+  }
+  return origin;
+}
+
+namespace {
+
+std::mutex g_announced_mutex;
+
+}  // namespace
+
+// Leaked, so that threads that outlive static destruction may still read it.
+static auto& everywhere() {
+  struct Shared {
+    std::array<uint64_t, kDirections> marks{};
+    std::array<bool, kDirections> no_grad{};
+  };
+  static Shared* const shared = new Shared;
+  return *shared;
+}
+
+void announce_pass_everywhere(Direction direction) {
+  const std::lock_guard lock(g_announced_mutex);
+  everywhere().marks[static_cast<int>(direction)] = new_mark();
+  everywhere().no_grad[static_cast<int>(direction)] = gradients_off();
+}
+
+PassTracker::Announced PassTracker::announced_everywhere() {
+  const std::lock_guard lock(g_announced_mutex);
+  return Announced{everywhere().marks, everywhere().no_grad};
+}
+
+}  // namespace echo::pg
