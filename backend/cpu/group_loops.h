@@ -12,6 +12,8 @@
 #include "../core/quantizer.h"
 #include "../core/rotation.h"
 #include "../core/tile.h"
+#include "butterflies.h"
+#include "vectors.h"
 
 namespace echo::cpu {
 
@@ -67,21 +69,6 @@ static inline void scale_group(float* x, int elems, float factor) {
   for (int i = 0; i < elems; ++i) x[i] = x[i] * factor;
 }
 
-static inline void butterflies(float* x, int elems, int run) {
-  for (int stride = 1; stride < run; stride *= 2) {
-    for (int base = 0; base < elems; base += 2 * stride) {
-      float* low = x + base;
-      float* high = low + stride;
-      for (int i = 0; i < stride; ++i) {
-        const float u = low[i];
-        const float v = high[i];
-        low[i] = u + v;
-        high[i] = u - v;
-      }
-    }
-  }
-}
-
 static inline void flip_signs(float* x, int elems, int run) {
   for (int base = 0; base < elems; base += run) {
     for (int i = 0; i < run; ++i) x[base + i] = flip_sign(x[base + i], kSigns.at[i]);
@@ -114,30 +101,42 @@ static inline uint32_t group_max_magnitude(const float* x, int elems) {
   return largest;
 }
 
-// Extremes through independent columns, so that no comparison waits for the one before; a NaN may be dropped here, max_magnitude tells.
+// A NaN may be dropped from the extremes; max_magnitude tells. Several vectors at a time, so that no comparison waits for the one before.
 static inline GroupStats group_stats(const float* x, int elems) {
-  constexpr int kColumns = 16;
-  alignas(64) float lo[kColumns];
-  alignas(64) float hi[kColumns];
-  for (int j = 0; j < kColumns; ++j) lo[j] = hi[j] = x[0];
+  constexpr int kColumns = 2;
+  constexpr int kBlock = kColumns * kVectorElems;
+  GroupStats stats{x[0], x[0], 0};
   int i = 0;
-  for (; i + kColumns <= elems; i += kColumns) {
-    for (int j = 0; j < kColumns; ++j) {
-      lo[j] = lesser(x[i + j], lo[j]);
-      hi[j] = greater(x[i + j], hi[j]);
+  if (elems >= kBlock) {
+    FloatVector lo[kColumns];
+    FloatVector hi[kColumns];
+    IntVector magnitude[kColumns];
+    const auto visit = [&](int column, bool first) {
+      const FloatVector v = load_vector(x + i + column * kVectorElems);
+      const IntVector m = (IntVector)v & static_cast<int32_t>(kAbsMask32);
+      lo[column] = first ? v : lesser_of(v, lo[column]);
+      hi[column] = first ? v : greater_of(v, hi[column]);
+      magnitude[column] = first ? m : greater_of(m, magnitude[column]);
+    };
+    for (int column = 0; column < kColumns; ++column) visit(column, true);
+    for (i = kBlock; i + kBlock <= elems; i += kBlock) {
+      for (int column = 0; column < kColumns; ++column) visit(column, false);
     }
+    const FloatVector low = lesser_of(lo[0], lo[1]);
+    const FloatVector high = greater_of(hi[0], hi[1]);
+    const IntVector most = greater_of(magnitude[0], magnitude[1]);
+    stats.lo = fold(low, [](FloatVector p, FloatVector q) { return lesser_of(p, q); });
+    stats.hi = fold(high, [](FloatVector p, FloatVector q) { return greater_of(p, q); });
+    stats.max_magnitude =
+        static_cast<uint32_t>(fold(most, [](IntVector p, IntVector q) { return greater_of(p, q); }));
   }
   for (; i < elems; ++i) {
-    lo[0] = lesser(x[i], lo[0]);
-    hi[0] = greater(x[i], hi[0]);
+    stats.lo = lesser(x[i], stats.lo);
+    stats.hi = greater(x[i], stats.hi);
+    const uint32_t m = bits_of(x[i]) & kAbsMask32;
+    stats.max_magnitude = stats.max_magnitude < m ? m : stats.max_magnitude;
   }
-  for (int width = kColumns / 2; width > 0; width /= 2) {
-    for (int j = 0; j < width; ++j) {
-      lo[j] = lesser(lo[j + width], lo[j]);
-      hi[j] = greater(hi[j + width], hi[j]);
-    }
-  }
-  return GroupStats{lo[0], hi[0], group_max_magnitude(x, elems)};
+  return stats;
 }
 
 static inline void encode_group(const float* x, int elems, const GroupGrid& grid, float* codes) {

@@ -1,0 +1,45 @@
+// Vectors as wide as the instruction set this file is compiled for, through the compiler's own vector types: arithmetic on them is arithmetic on their
+// elements, rounding for rounding.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+namespace echo::cpu {
+
+#if defined(__AVX512F__)
+static constexpr int kVectorElems = 16;
+#elif defined(__AVX2__)
+static constexpr int kVectorElems = 8;
+#else
+static constexpr int kVectorElems = 4;
+#endif
+
+typedef float FloatVector __attribute__((vector_size(kVectorElems * sizeof(float))));
+typedef int32_t IntVector __attribute__((vector_size(kVectorElems * sizeof(int32_t))));
+
+static inline FloatVector load_vector(const float* from) {
+  FloatVector x;
+  std::memcpy(&x, from, sizeof(x));
+  return x;
+}
+
+static inline void store_vector(FloatVector x, float* to) { std::memcpy(to, &x, sizeof(x)); }
+
+static inline FloatVector lesser_of(FloatVector x, FloatVector y) { return x < y ? x : y; }
+static inline FloatVector greater_of(FloatVector x, FloatVector y) { return x > y ? x : y; }
+static inline IntVector greater_of(IntVector x, IntVector y) { return x > y ? x : y; }
+
+// One value from all elements of a vector, by halves.
+template <int kHalf = kVectorElems / 2, typename Vector, typename Combine>
+static inline auto fold(Vector x, Combine combine) {
+  if constexpr (kHalf == 0) {
+    return x[0];
+  } else {
+    IntVector partner;
+    for (int i = 0; i < kVectorElems; ++i) partner[i] = i ^ kHalf;
+    return fold<kHalf / 2>(combine(x, __builtin_shuffle(x, partner)), combine);
+  }
+}
+
+}  // namespace echo::cpu
