@@ -2,13 +2,14 @@
 
     pip install --no-build-isolation .        (or -e . for development)
 
-A binary fits one minor version of torch, so the build never fetches a torch of its own: it uses the caller's, and records in
-echo_pg/_build_info.py what it was built for. Environment: ECHO_CUDA=0 leaves the CUDA parts out; ECHO_SANITIZE=thread|address; MAX_JOBS
-limits the compilers that run at a time; CC, CXX and CUDA_HOME as usual.
+A binary fits one minor version of torch, so the build never fetches a torch of its own: it uses the caller's, and
+records in echo_pg/_build_info.py what it was built for. Environment: ECHO_CUDA=0 leaves the CUDA parts out;
+ECHO_SANITIZE=thread|address; MAX_JOBS limits the compilers that run at a time; CC, CXX and CUDA_HOME as usual.
 """
 
 import glob
 import hashlib
+import importlib.util
 import os
 import re
 import shutil
@@ -16,7 +17,7 @@ import subprocess
 import sys
 import sysconfig
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
@@ -26,20 +27,18 @@ INSTALL = "pip install --no-build-isolation ."
 OLDEST_TORCH, NEWEST_TORCH = (2, 9), (2, 14)
 
 
-def stop(message: str) -> None:
+def stop(message: str) -> NoReturn:
     raise SystemExit(f"\necho-pg cannot be built: {message}\n")
 
 
 def installed_torch() -> Any:
-    """The torch module of this environment; its plugins are not loaded, since a broken echo must not prevent its own repair."""
+    """The torch module of this environment; its plugins are not loaded, since a broken echo must not prevent its own
+    repair."""
     os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
     try:
         import torch
     except Exception as error:
-        stop(
-            f"torch cannot be imported here ({error}).\nIt is built against the torch you use: install torch first, then run\n"
-            f"    {INSTALL}"
-        )
+        stop(f"torch cannot be imported here ({error}).\nInstall the torch you use first, then run\n    {INSTALL}")
     minor = tuple(int(part) for part in torch.__version__.split(".")[:2])
     if not OLDEST_TORCH <= minor <= NEWEST_TORCH:
         stop(f"it needs torch >= 2.9, < 2.15, and this environment has torch {torch.__version__}")
@@ -55,16 +54,24 @@ def nvcc_release(nvcc: Path) -> tuple[int, int]:
     return (int(found[1]), int(found[2])) if found else (0, 0)
 
 
+def pip_cuda_folders(*names: str) -> list[Path]:
+    """Where pip puts NVIDIA's packages, in every site folder of this Python."""
+    spec = importlib.util.find_spec("nvidia")
+    roots = list(spec.submodule_search_locations or []) if spec else []
+    return [Path(root) / name for root in roots for name in names]
+
+
 def find_nvcc(torch: Any) -> Path | None:
-    """An nvcc of torch's CUDA major version; None if torch has no CUDA or the user declined; otherwise the build stops with advice."""
+    """An nvcc of torch's CUDA major version; None if torch has no CUDA or the user declined; otherwise the build stops
+    with advice."""
     if not torch.version.cuda or os.environ.get("ECHO_CUDA") == "0":
         return None
     major, minor = (int(part) for part in torch.version.cuda.split(".")[:2])
     candidates = [Path(home) / "bin/nvcc" for name in ("CUDA_HOME", "CUDA_PATH") if (home := os.environ.get(name))]
     if on_path := shutil.which("nvcc"):
         candidates.append(Path(on_path))
-    site = Path(torch.__file__).parent.parent
-    candidates += [site / f"nvidia/cu{major}/bin/nvcc", site / "nvidia/cuda_nvcc/bin/nvcc", Path("/usr/local/cuda/bin/nvcc")]
+    candidates += [home / "bin/nvcc" for home in pip_cuda_folders(f"cu{major}", "cuda_nvcc")]
+    candidates.append(Path("/usr/local/cuda/bin/nvcc"))
     seen = []
     for nvcc in candidates:
         release = nvcc_release(nvcc) if nvcc.exists() else (0, 0)
@@ -72,35 +79,36 @@ def find_nvcc(torch: Any) -> Path | None:
             return nvcc
         if release[0]:
             seen.append(f"{nvcc} is of CUDA {release[0]}.{release[1]}")
-    version = f"{major}.{minor}.*"
+    parts = [f'"nvidia-{part}=={major}.{minor}.*"' for part in ("cuda-nvcc", "nvvm", "cuda-crt", "cuda-cccl")]
     advice = (
-        f'pip install "nvidia-cuda-nvcc=={version}" "nvidia-cuda-crt=={version}" "nvidia-nvvm=={version}"'
+        f"pip install {' '.join(parts)}"
         if major >= 13
         else f"conda install -c nvidia cuda-nvcc={major}.{minor}   (or point CUDA_HOME to a CUDA {major} toolkit)"
     )
     found = "; ".join(seen) or "there is none in CUDA_HOME, PATH or pip's packages"
     stop(
-        f"torch {torch.__version__} has CUDA {torch.version.cuda}, so an nvcc of CUDA {major} is needed, and {found}.\nGet one with\n"
-        f"    {advice}\nor build without CUDA (CUDA tensors are then forwarded to NCCL, unquantized):\n    ECHO_CUDA=0 {INSTALL}"
+        f"torch {torch.__version__} needs an nvcc of CUDA {major} for its CUDA {torch.version.cuda}, and {found}.\n"
+        f"Get one with\n    {advice}\n"
+        f"or build without CUDA (CUDA tensors are then forwarded to NCCL, unquantized):\n    ECHO_CUDA=0 {INSTALL}"
     )
-    return None
 
 
 def cuda_runtime(torch: Any, nvcc: Path) -> str:
     """The shared CUDA runtime to link: by its file, because pip's packages have no development link."""
     major = torch.version.cuda.split(".")[0]
-    home, site = nvcc.resolve().parent.parent, Path(torch.__file__).parent.parent
-    folders = [home / "lib64", home / "lib", site / f"nvidia/cu{major}/lib", site / "nvidia/cuda_runtime/lib"]
+    home = nvcc.resolve().parent.parent
+    folders = [home / "lib64", home / "lib"]
+    folders += [folder / "lib" for folder in pip_cuda_folders(f"cu{major}", "cuda_runtime")]
     for folder in folders:
         for name in (f"libcudart.so.{major}*", "libcudart.so"):
             if found := sorted(glob.glob(str(folder / name))):
                 return found[0]
     stop(f"no libcudart.so.{major} in {', '.join(map(str, folders))}")
-    return ""
 
 
 def source_hash() -> str:
-    """One hash over all sources of both halves: ranks that run different code must notice before they exchange a byte."""
+    """One hash over all sources of both halves: ranks that run different code must notice before they exchange a
+    byte."""
     digest = hashlib.sha256()
     files = [p for p in (ROOT / "backend").rglob("*") if p.suffix in {".h", ".cpp", ".cu", ".cuh", ".txt"}]
     files += [p for p in (ROOT / "echo_pg").rglob("*.py") if p.name != "_build_info.py"]
@@ -114,7 +122,6 @@ def protocol_version() -> int:
         if found := re.search(r"kProtocolVersion\s*=\s*(\d+)", header.read_text()):
             return int(found[1])
     stop("no kProtocolVersion in backend/core/*.h")
-    return 0
 
 
 def write_build_info(path: Path, torch: Any, nvcc: Path | None) -> None:
@@ -146,7 +153,8 @@ class CMakeBuild(build_ext):
         target.parent.mkdir(parents=True, exist_ok=True)
         # The folder stays between builds, so that a second one compiles only what changed.
         sanitize = os.environ.get("ECHO_SANITIZE", "")
-        build = ROOT / f"build/cp{sys.version_info.major}{sys.version_info.minor}-torch{torch.__version__}{sanitize and '-' + sanitize}"
+        name = f"cp{sys.version_info.major}{sys.version_info.minor}-torch{torch.__version__}"
+        build = ROOT / "build" / (name + (f"-{sanitize}" if sanitize else ""))
         subprocess.run([str(cmake), *self.configure_arguments(torch, nvcc, build, sanitize)], check=True)
         jobs = os.environ.get("MAX_JOBS") or str(len(os.sched_getaffinity(0)))
         subprocess.run([str(cmake), "--build", str(build), "--target", "_C", "-j", jobs], check=True)
@@ -176,7 +184,8 @@ class CMakeBuild(build_ext):
             definitions["CMAKE_CUDA_COMPILER"] = str(nvcc)
             definitions["ECHO_CUDA_RUNTIME"] = cuda_runtime(torch, nvcc)
         generator = ["-G", "Ninja"] if shutil.which("ninja") else []
-        return ["-S", str(ROOT / "backend"), "-B", str(build), *generator, *(f"-D{k}={v}" for k, v in definitions.items())]
+        flags = [f"-D{name}={value}" for name, value in definitions.items()]
+        return ["-S", str(ROOT / "backend"), "-B", str(build), *generator, *flags]
 
     def copy_extensions_to_source(self) -> None:
         super().copy_extensions_to_source()

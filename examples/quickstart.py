@@ -31,6 +31,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 CHECKED_WINDOWS = 2  # windows whose logits are compared bit for bit between the inner backend and echo switched off
 CONVERSION_LIMIT = timedelta(minutes=10)
+DIFFERENCES = ("calls_quantized", "bytes_quantized", "wire_bytes")  # the counters of echo that the table is made from
 
 
 @dataclass(frozen=True)
@@ -141,7 +142,7 @@ def synchronize(session: Session) -> float:
     """Waits for the device and for all ranks; returns the time."""
     if session.device.type == "cuda":
         torch.cuda.synchronize(session.device)
-    dist.barrier()
+    dist.barrier(device_ids=None if session.device.index is None else [session.device.index])
     return time.perf_counter()
 
 
@@ -157,7 +158,7 @@ def run_row(session: Session, row: Row, folder: Path, tokenizer, windows, args, 
     began = synchronize(session)
     perplexity, fingerprints = evaluate(model, windows, progress.step)
     evaluated = synchronize(session)
-    during = {key: value - before[key] for key, value in echo_stats(row).items()}
+    during = {key: value - before[key] for key, value in echo_stats(row).items() if key in DIFFERENCES}
     text = generate(model, tokenizer, args.prompt, args.new_tokens) if args.new_tokens else ""
     generated = synchronize(session)
     progress.step()
@@ -166,13 +167,13 @@ def run_row(session: Session, row: Row, folder: Path, tokenizer, windows, args, 
     quantized = check_sites(model, row, during, len(windows))
     # A ring all-reduce sends 2 (P - 1) / P of its tensor from each rank; that is what a call left exact is charged.
     ring = 2 * (session.world_size - 1) / session.world_size
-    exact_bytes = counted.payload_bytes * len(windows) - during["quantized_bytes"]
+    exact_bytes = counted.payload_bytes * len(windows) - during["bytes_quantized"]
     result = {
         "label": row.label,
         "options": row.options,
         "perplexity": perplexity,
         "sent_bytes": round(ring * exact_bytes) + during["wire_bytes"],
-        "echo_stats": during if row.options else None,
+        "echo_stats": echo_stats(row) if row.options else None,
         "all_reduces_per_forward": counted.calls,
         "quantized_per_forward": quantized,
         "evaluation_s": evaluated - began,
@@ -187,22 +188,20 @@ def run_row(session: Session, row: Row, folder: Path, tokenizer, windows, args, 
 
 def echo_stats(row: Row) -> dict:
     """Echo's own counters of the group that stands; zeros where echo is not in use."""
-    keys = ("quantized_calls", "quantized_bytes", "wire_bytes")
     if row.options is None:
-        return dict.fromkeys(keys, 0)
+        return dict.fromkeys(DIFFERENCES, 0)
     import echo_pg
 
-    stats = echo_pg.stats()
-    return {key: stats[key] for key in keys}
+    return echo_pg.stats(dist.group.WORLD)
 
 
 def check_sites(model, row: Row, during: dict, forwards: int) -> int:
     """Quantized all-reduces per forward pass. Fails unless they are exactly the two of every layer (or none)."""
     idle = row.options is None or row.options.get("policy") == "off"
     expected = 0 if idle else 2 * model.config.num_hidden_layers
-    if during["quantized_calls"] != expected * forwards:
+    if during["calls_quantized"] != expected * forwards:
         raise RuntimeError(
-            f"{row.label}: {during['quantized_calls']} quantized all-reduces in {forwards} forward passes, "
+            f"{row.label}: {during['calls_quantized']} quantized all-reduces in {forwards} forward passes, "
             f"expected {expected} in each. `python -m echo_pg doctor` says more."
         )
     return expected
@@ -242,6 +241,8 @@ def start_session(args) -> tuple[Session, Path]:
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if use_cuda else torch.device("cpu")
     if use_cuda:
         torch.cuda.set_device(device)
+    else:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # transformers splits a model over GPUs wherever it sees any
     if rank == 0:
         store.set("dtype", str(fastest_dtype(device)).removeprefix("torch."))
         smollm2.prepare_model(args.out, world_size)
@@ -261,7 +262,7 @@ def parse_arguments():
     parser.add_argument("--windows", type=int, default=8, help="windows of text to read")
     parser.add_argument("--length", type=int, default=512, help="tokens in a window")
     parser.add_argument("--new-tokens", type=int, default=16, help="tokens to generate")
-    parser.add_argument("--prompt", default="The capital of France is")
+    parser.add_argument("--prompt", default="Once upon a time, there was a little")
     return parser.parse_args()
 
 
@@ -275,7 +276,8 @@ def main() -> None:
     tokenizer = smollm2.load_tokenizer(folder)
     windows = smollm2.english_windows(tokenizer, args.windows, args.length)
     progress = report.Progress(shown=session.rank == 0)
-    baseline = run_row(session, Row(f"{session.inner}, 16 bits"), folder, tokenizer, windows, args, progress)
+    plain = Row(f"{session.inner}, {8 * session.dtype.itemsize} bits")
+    baseline = run_row(session, plain, folder, tokenizer, windows, args, progress)
     rows, checks = [baseline], []
     if args.backend == "echo":
         checks.append(check_switched_off(session, baseline, folder, tokenizer, windows, args, progress))

@@ -31,7 +31,7 @@ class Progress:
         except ImportError:
             return
         columns = TextColumn("{task.description:44}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
-        self.bar = Bar(*columns, console=Console(stderr=True))
+        self.bar = Bar(*columns, console=Console(stderr=True), refresh_per_second=4)
         self.bar.start()
 
     def start(self, label: str, steps: int) -> None:
@@ -115,6 +115,7 @@ def plot(rows: list[dict], title: str, path: Path) -> None:
         axis.spines[["top", "right"]].set_visible(False)
     axes[0].invert_yaxis()
     figure.suptitle(title, fontsize=12)
+    figure.get_layout_engine().set(w_pad=0.15, h_pad=0.1)
     figure.savefig(path, dpi=130)
     pyplot.close(figure)
 

@@ -111,12 +111,14 @@ class Adversary:
     delta = -sign * FRACTION * (sum of the steps). As x' = x + c the adversary must know the correction c.
 
     mode "same": sign +1 at every site. "alternating": the sign changes from site to site. "growing": as "same", but
-    the ends are new elements at each site, ones whose correction points outward: x' spans more than x does.
+    the ends are new elements at each site, ones whose correction points outward, so that x' spans more than x does;
+    in the first sites, while the corrections build up, all values are smaller.
     """
 
-    FRACTION = 0.5 - 2.0**-6
+    FRACTION = 0.5 - 2.0**-8
     STEP = 0.125  # of a contribution
     SUM_STEP = 1.0
+    WARM_UP = 8  # sites of mode "growing", on a grid of 7/8 the step
 
     def __init__(self, size: int, group_size: int, sites: int, mode: str, *, symmetric: bool = False, seed: int = 0):
         assert mode in ("same", "alternating", "growing")
@@ -124,10 +126,6 @@ class Adversary:
         self.size, self.group_size, self.sites, self.mode = size, group_size, sites, mode
         self.bottom, self.top = -7.0, 7.0 if symmetric else 8.0
         self.gen = torch.Generator().manual_seed(seed)
-
-    def ends(self, site: int) -> tuple[int, int]:
-        """Elements at the top and at the bottom of the range."""
-        return (2 * site, 2 * site + 1) if self.mode == "growing" else (0, 1)
 
     def victims(self) -> slice:
         """Elements that are never an end."""
@@ -138,16 +136,17 @@ class Adversary:
         sign = torch.full((self.group_size,), -1.0 if self.mode == "alternating" and site % 2 else 1.0)
         if self.mode == "growing":
             sign[1 : 2 * self.sites : 2] = -1.0  # future bottoms are pushed down
-        top, bottom = self.ends(site)
-        rounded, sent = self.target(sign, top, bottom, 5, self.STEP)
-        _, total = self.target(sign, top, bottom, 3, self.SUM_STEP)
+        shrink = 0.875 if self.mode == "growing" and site < self.WARM_UP else 1.0
+        rounded, sent = self.target(sign, site, 5, self.STEP * shrink)
+        _, total = self.target(sign, site, 3, self.SUM_STEP * shrink)
         x = sent.repeat(self.size, self.size, 1)
         for owner in range(self.size):
             x[owner, owner] = total - (self.size - 1) * rounded
         return list((x - c).view(self.size, -1).unbind(0))
 
-    def target(self, sign: Tensor, top: int, bottom: int, inner: int, step: float) -> tuple[Tensor, Tensor]:
-        """Grid points, and values FRACTION of a step away from them, that keep clear of the ends."""
+    def target(self, sign: Tensor, site: int, inner: int, step: float) -> tuple[Tensor, Tensor]:
+        """Grid points of at most `inner` steps, and the values FRACTION of a step away; the two ends on the grid."""
+        top, bottom = (2 * site, 2 * site + 1) if self.mode == "growing" else (0, 1)
         points = torch.randint(-inner, inner + 1, (self.group_size,), generator=self.gen).float()
         values = points + self.FRACTION * sign
         points[top] = values[top] = self.top

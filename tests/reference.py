@@ -178,9 +178,8 @@ def affine_parameters(lo: Tensor, hi: Tensor, codec: Codec) -> tuple[Tensor, Ten
     bottom = torch.where(one_sided, torch.minimum(near, far * kz), lo)  # value of code 0 (of -x when mirrored)
     s = scale_from((far - bottom) / levels, codec.scale_dtype)
     zf = (-bottom) / s
-    z = zf
+    z, weight = zf, f32(1.0)
     if codec.quantizer == "zero_aware":
-        weight = f32(1.0).expand_as(zf)
         if codec.tau > 0:
             inside = (torch.minimum(-lo, hi) / (hi - lo)) * levels  # steps between zero and the nearer end
             weight = (inside / f32(codec.tau)).clamp(0, 1)

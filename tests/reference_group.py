@@ -8,9 +8,8 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
-
 from reference import FORMATS, Codec, Feedback, Site, State, all_reduce
+from torch import Tensor
 
 # The numeric fields of echo_pg.Options.
 DEFAULTS: dict[str, Any] = {

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import replace
 
-import pytest
-import torch
-from torch import Tensor
-
 import covering
 import data
+import pytest
+import torch
 from reference import (
     CANONICAL_NAN,
     FORMATS,
@@ -22,7 +21,6 @@ from reference import (
     Site,
     all_reduce,
     ceil16,
-    coefficients,
     decode,
     encode,
     f32,
@@ -30,16 +28,13 @@ from reference import (
     narrow,
     pack_tile,
     present_mask,
-    rescale_exponent,
     rotate,
-    round16,
     segments,
-    store,
     to_groups,
     unpack_tile,
-    update,
 )
 from reference_group import RefGroup
+from torch import Tensor
 
 QUANTIZERS = ("zero_aware", "asymmetric", "symmetric")
 NO_FEEDBACK = Feedback(enabled=False)
@@ -60,10 +55,6 @@ def encode_rows(rows: Tensor, codec: Codec) -> tuple[Encoded, Tensor]:
     return encoded, decode(encoded, present)
 
 
-def neighbours(x: Tensor) -> tuple[Tensor, Tensor]:
-    return torch.nextafter(x, f32(-math.inf)), torch.nextafter(x, f32(math.inf))
-
-
 @pytest.mark.parametrize("name", SMALLEST_SCALE)
 def test_rounding_to_16_bits_over_all_patterns(name: str) -> None:
     dtype = FORMATS[name]
@@ -73,25 +64,20 @@ def test_rounding_to_16_bits_over_all_patterns(name: str) -> None:
     assert equal_bits(narrow(values, dtype).view(torch.int16), patterns)
     assert equal_bits(ceil16(values, name), values)
 
-    # Between two neighbours of the format: ceil16 goes up, rounding up or down by the side of the exact middle, on it
-    # to the even pattern. Past the largest finite value the middle is that of the next power of two.
-    low, high = values[:-1], values[1:].clone()
-    high[-1] = 2.0 * 2.0 ** math.floor(math.log2(low[-1].item())) if name == "float16" else math.inf
-    middle = (low.double() + high.double()) / 2
-    if name == "bfloat16":
-        middle[-1] = (2.0 - 2.0**-8) * 2.0**127
-    middle32 = middle.float()
-    assert torch.equal(middle32.double(), middle)
-    below, above = neighbours(middle32)
+    # Between two neighbours of the format: ceil16 goes up; rounding goes to the nearer one, from the exact middle to
+    # the even pattern. What would follow the largest finite value is the next power of two, and becomes Inf.
+    low, high = values[:-1], values[1:]
+    high64 = high.double()
+    high64[-1] = 2.0**16 if name == "float16" else 2.0**128
+    middle = ((low.double() + high64) / 2).float()
+    assert torch.equal(middle.double(), (low.double() + high64) / 2)
+    even = torch.where(patterns[:-1] % 2 == 0, patterns[:-1], patterns[1:]).view(dtype).float()
     for sign in (1.0, -1.0):
-        for x, up in ((below, patterns[:-1]), (above, patterns[1:])):
-            assert equal_bits(narrow(sign * x, dtype).float(), sign * up.view(dtype).float())
-        even = torch.where(patterns[:-1] % 2 == 0, patterns[:-1], patterns[1:])
-        assert equal_bits(narrow(sign * middle32, dtype).float(), sign * even.view(dtype).float())
-    for x in (torch.nextafter(low, f32(math.inf)), middle32, torch.nextafter(values[1:], f32(0.0))):
-        inside = x > low  # in fp32 nothing lies between the subnormals of bf16 nearest zero only if fp32 flushed
-        assert inside.all()
-        assert equal_bits(ceil16(x, name), values[1:])
+        assert equal_bits(narrow(sign * torch.nextafter(middle, f32(0.0)), dtype).float(), sign * low)
+        assert equal_bits(narrow(sign * torch.nextafter(middle, f32(math.inf)), dtype).float(), sign * high)
+        assert equal_bits(narrow(sign * middle, dtype).float(), sign * even)
+    for x in (torch.nextafter(low, f32(math.inf)), middle, torch.nextafter(high, f32(0.0))):
+        assert equal_bits(ceil16(x, name), high)
         assert torch.equal(ceil16(-x, name), -low)
 
 
@@ -196,9 +182,27 @@ def test_special_groups() -> None:
             assert encoded.s[5] == smallest, "subnormal groups have the smallest scale"
             tile = pack_tile(encoded, codec)
             stride = 2 if quantizer == "symmetric" else 4
-            assert tile[7 * 4 : 7 * 4 + 2].tolist() == [CANONICAL_NAN[FORMATS[name]] & 255, CANONICAL_NAN[FORMATS[name]] >> 8]
-            assert tile[7 * 4 + 4 * stride :][:stride].tolist() == [0] * stride
+            parameters = tile[7 * 4 :][: 7 * stride].view(7, stride).tolist()
+            nan = CANONICAL_NAN[FORMATS[name]]
+            assert parameters[0] == [nan & 255, nan >> 8, 0, 0][:stride]
+            assert parameters[4] == [0] * stride
     assert (encode_rows(rows[5:6] * 2.0**20, Codec(8, 8))[1] != 0).any(), "subnormals are kept"
+
+
+@pytest.mark.parametrize("quantizer", QUANTIZERS)
+@pytest.mark.parametrize("kind", ("activations", "positive", "negative"))
+def test_clip_and_absent_elements(kind: str, quantizer: str) -> None:
+    rows = data.contributions(kind, 1, 64 * 50)[0].view(-1, 64)
+    codec = Codec(4, 64, quantizer)
+    whole, _ = encode_rows(rows, codec)
+    clipped, _ = encode_rows(rows, replace(codec, clip=0.5))
+    assert torch.equal(clipped.s, whole.s * 0.5) and torch.equal(clipped.z, whole.z), "exact: a power of two"
+
+    present = torch.arange(64).expand_as(rows) < 41
+    partial = encode(torch.where(present, rows, f32(0.0)), present, codec)
+    filled, _ = encode_rows(torch.where(present, rows, rows[:, :1]), codec)
+    assert torch.equal(partial.s, filled.s) and torch.equal(partial.z, filled.z), "absent is not zero"
+    assert torch.equal(partial.codes[present], filled.codes[present]) and (partial.codes[~present] == 0).all()
 
 
 @pytest.mark.parametrize("name", SMALLEST_SCALE)
@@ -250,17 +254,18 @@ def test_segments_partition_the_groups() -> None:
         for numel in (1, 15, 16, 17, 16 * size, 16 * (size + 1), 1000):
             parts = segments(numel, 16, size)
             assert parts[0][0] == 0 and parts[-1][1] == math.ceil(numel / 16)
-            assert all(one[1] == two[0] for one, two in zip(parts, parts[1:]))
-            assert len({end - begin for begin, end in parts if (begin, end) != parts[0]} | {0}) <= 3
+            assert all(one[1] == two[0] for one, two in itertools.pairwise(parts))
+            lengths = [end - begin for begin, end in parts]
+            assert lengths == sorted(lengths, reverse=True) and len(set(lengths) - {0, lengths[0]}) <= 1
     assert segments(16 * 9, 16, 8) == [(0, 2), (2, 4), (4, 6), (6, 8), (8, 9), (9, 9), (9, 9), (9, 9)]
 
 
-def by_messages(x: list[Tensor], codec: Codec, c: Tensor) -> list[Tensor]:
+def by_messages(x: list[Tensor], codec: Codec, c: Tensor) -> tuple[list[Tensor], Tensor]:
     """The same collective the way ranks see it: every rank on its own, knowing the others only by tiles of bytes."""
     size, numel, g = len(x), x[0].numel(), codec.group_size
     present, parts = present_mask(numel, g), segments(numel, g, len(x))
     mine = [rotate(to_groups(t, g), present, codec, "entry") + c[rank] for rank, t in enumerate(x)]
-    gathered = []
+    gathered, sums = [], []
     for owner, (begin, end) in enumerate(parts):
         held, total = present[begin:end], torch.tensor([])
         for rank in range(size):
@@ -268,16 +273,17 @@ def by_messages(x: list[Tensor], codec: Codec, c: Tensor) -> list[Tensor]:
             if rank != owner:
                 values = decode(unpack_tile(pack_tile(encode(values, held, codec), codec), end - begin, codec), held)
             total = values if rank == 0 else total + values
+        sums.append(total)
         gathered.append(pack_tile(encode(total, held, codec), codec))
     outputs = []
     for _ in range(size):
         tiles = [
             decode(unpack_tile(tile, end - begin, codec), present[begin:end])
-            for tile, (begin, end) in zip(gathered, parts)
+            for tile, (begin, end) in zip(gathered, parts, strict=True)
             if end > begin
         ]
         outputs.append(narrow(rotate(torch.cat(tiles), present, codec, "exit").view(-1)[:numel], x[0].dtype))
-    return outputs
+    return outputs, torch.cat(sums)
 
 
 @pytest.mark.parametrize("size", (2, 3, 8))
@@ -296,7 +302,9 @@ def test_ranks_exchanging_bytes_get_the_same(size: int, numel: int) -> None:
         for k in range(3):
             x = data.contributions("broken" if k == 1 else "activations", size, numel, torch.bfloat16, site=k)
             site = group.all_reduce(x)
-            for output in by_messages(x, group.codec(torch.bfloat16), c):
+            outputs, sums = by_messages(x, group.codec(torch.bfloat16), c)
+            assert torch.equal(sums.nan_to_num(), site.S.nan_to_num()), "the same order of additions"
+            for output in outputs:
                 assert equal_bits(output.view(torch.int16), site.output.view(torch.int16))
             assert site.state is not None
             c = site.state.c.load()
@@ -311,11 +319,8 @@ def tolerance(site: Site, residual: str) -> Tensor:
     """
     size = site.x_sent.shape[0]
     u, x = site.u.abs().double(), site.x_sent.abs().double()
-    if residual == "local":
-        bound = u.sum(0) + (size - 1) * (x + u).sum(0)
-    else:
-        bound = u.sum(0) + 2 * site.Y.abs().double()
-    return bound * EPS * (1 + 2.0**-10) + size * 2.0**-149
+    others = (size - 1) * (x + u).sum(0) if residual == "local" else 2 * site.Y.abs().double()
+    return (u.sum(0) + others) * EPS * (1 + 2.0**-10) + size * 2.0**-149
 
 
 @pytest.mark.parametrize("row", covering.pairwise(), ids=lambda row: "-".join(str(v) for v in row.values()))
@@ -333,5 +338,7 @@ def test_residuals_add_up_to_minus_delta(row: covering.Row) -> None:
         assert (site.u[:, ~site.present] == 0).all() and (site.x_sent[:, ~site.present] == 0).all()
         assert (site.state is None) == (row["residual"] == "off")
         assert site.output.dtype == dtype and site.output.shape == x[0].shape
+        if not row["rotation_size"]:
+            assert torch.equal(site.Y.nan_to_num(), to_groups(site.output, row["group_size"]).nan_to_num())
         checked += int(finite.sum())
     assert checked > 0

@@ -1,9 +1,7 @@
-// Marks are numbers from one process-wide counter, so that "another pass than last time" is a comparison and the latest of several announcements is the largest.
 #include "passes.hpp"
 
 #include <algorithm>
 #include <atomic>
-#include <cmath>
 #include <mutex>
 #include <vector>
 
@@ -17,12 +15,12 @@ namespace {
 
 struct Frame {
   ModuleRole role = ModuleRole::kPlain;
-  // Global forward hooks run before a module's own, so an all-reduce in an embedding's own hook finds the embedding already gone: the call
+  // Global forward hooks run before a module's own, so an all-reduce in an embedding's own hook finds the embedding already gone: a call
   // right after its exit still belongs to it.
   ModuleRole last_child = ModuleRole::kPlain;
 };
 
-// What the modules on a thread amount to. `base` hides those that were entered before the innermost autograd run on this thread.
+// The modules entered on a thread. `base` hides those that were entered before the innermost autograd run on this thread.
 struct ThreadStack {
   std::vector<Frame> frames;
   size_t base = 0;
@@ -44,6 +42,9 @@ std::atomic<uint64_t> g_backward_mark{0};
 std::atomic<int> g_exact_depth{0};
 std::atomic<bool> g_hooks_installed{false};
 
+std::mutex g_announced_mutex;
+Announcements g_announced;
+
 uint64_t new_mark() { return g_last_mark.fetch_add(1, std::memory_order_relaxed) + 1; }
 
 bool gradients_off() { return !c10::GradMode::is_enabled(); }
@@ -54,13 +55,9 @@ bool is_parameter_gradient() {
   return node == nullptr || node->name().ends_with("AccumulateGrad");
 }
 
-ModuleRole role_of(const Frame& frame) {
-  return frame.role == ModuleRole::kPlain ? frame.last_child : frame.role;
-}
-
 }  // namespace
 
-void module_enter(ModuleRole role) {
+int64_t module_enter(ModuleRole role) {
   ThreadStack& stack = t_stack;
   if (stack.frames.size() == stack.base) {
     stack.mark = new_mark();
@@ -69,9 +66,10 @@ void module_enter(ModuleRole role) {
     stack.frames.back().last_child = ModuleRole::kPlain;
   }
   stack.frames.push_back(Frame{.role = role});
+  return static_cast<int64_t>(stack.frames.size() - stack.base);
 }
 
-// Another global hook that raises before ours runs leaves an exit without its entry, hence the test.
+// Another global hook that raises before ours leaves an exit without its entry, hence the test.
 void module_exit() {
   ThreadStack& stack = t_stack;
   if (stack.frames.size() == stack.base) return;
@@ -82,7 +80,7 @@ void module_exit() {
   }
 }
 
-// A reentrant checkpoint runs autograd inside autograd: only the outermost run is a pass.
+// A reentrant checkpoint runs autograd inside autograd: only the outermost run starts a pass.
 void backward_enter() {
   if (torch::autograd::get_current_graph_task_id() < 0) g_backward_mark.store(new_mark(), std::memory_order_relaxed);
   ThreadStack& stack = t_stack;
@@ -117,44 +115,33 @@ CallOrigin current_origin() {
   origin.hooks = g_hooks_installed.load(std::memory_order_relaxed);
   origin.exact = g_exact_depth.load(std::memory_order_relaxed) > 0;
   if (in_module) {
+    const Frame& innermost = stack.frames.back();
     origin.context = in_autograd ? CallContext::kRecompute : CallContext::kForward;
-    origin.role = role_of(stack.frames.back());
+    origin.role = innermost.role == ModuleRole::kPlain ? innermost.last_child : innermost.role;
     origin.pass_mark = stack.mark;
   } else if (in_autograd) {
     // A checkpointed function that is no module shows by the hooks that pack its saved tensors.
-    const bool recompute = !at::SavedTensorDefaultHooks::get_tls_state().stack.empty();
-    origin.context = recompute ? CallContext::kRecompute : CallContext::kBackward;
+    const bool packs_tensors = !at::SavedTensorDefaultHooks::get_tls_state().stack.empty();
+    origin.context = packs_tensors ? CallContext::kRecompute : CallContext::kBackward;
     origin.parameter_gradient = is_parameter_gradient();
     origin.pass_mark = g_backward_mark.load(std::memory_order_relaxed);
   }
   return origin;
 }
 
-namespace {
-
-std::mutex g_announced_mutex;
-
-}  // namespace
-
-// Leaked, so that threads that outlive static destruction may still read it.
-static auto& everywhere() {
-  struct Shared {
-    std::array<uint64_t, kDirections> marks{};
-    std::array<bool, kDirections> no_grad{};
-  };
-  static Shared* const shared = new Shared;
-  return *shared;
+void Announcements::add(Direction direction) {
+  marks[static_cast<int>(direction)] = new_mark();
+  no_grad[static_cast<int>(direction)] = gradients_off();
 }
 
-void announce_pass_everywhere(Direction direction) {
+void announce_everywhere(Direction direction) {
   const std::lock_guard lock(g_announced_mutex);
-  everywhere().marks[static_cast<int>(direction)] = new_mark();
-  everywhere().no_grad[static_cast<int>(direction)] = gradients_off();
+  g_announced.add(direction);
 }
 
-PassTracker::Announced PassTracker::announced_everywhere() {
+Announcements announced_everywhere() {
   const std::lock_guard lock(g_announced_mutex);
-  return Announced{everywhere().marks, everywhere().no_grad};
+  return g_announced;
 }
 
 }  // namespace echo::pg

@@ -1,0 +1,61 @@
+// All inline assembly of the project: instructions that CUDA C++ has no name for, each under the guarantee it gives.
+//
+// The conversions are exact replacements of functions of core/numeric.h, for the inputs named; tests/cpp/cuda_stages_test.cu compares them over
+// every fp32 and every 16-bit pattern.
+#pragma once
+
+#include <cstdint>
+
+namespace echo::cuda {
+
+// The smaller and the larger of two; NaN if either is NaN, unlike fminf and fmaxf.
+static __device__ __forceinline__ float min_or_nan(float x, float y) {
+  float result;
+  asm("min.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(x), "f"(y));
+  return result;
+}
+
+static __device__ __forceinline__ float max_or_nan(float x, float y) {
+  float result;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(x), "f"(y));
+  return result;
+}
+
+// to_bfloat16 and to_float16 of two values that are not NaN, `low` in bits 0..15.
+static __device__ __forceinline__ uint32_t round_pair_bfloat16(float low, float high) {
+  uint32_t pair;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+  return pair;
+}
+
+static __device__ __forceinline__ uint32_t round_pair_float16(float low, float high) {
+  uint32_t pair;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+  return pair;
+}
+
+// from_float16 of the low and the high half of a word; of a NaN some NaN.
+static __device__ __forceinline__ float widen_low_float16(uint32_t pair) {
+  float result;
+  asm("{ .reg .b16 low, high; mov.b32 {low, high}, %1; cvt.f32.f16 %0, low; }" : "=f"(result) : "r"(pair));
+  return result;
+}
+
+static __device__ __forceinline__ float widen_high_float16(uint32_t pair) {
+  float result;
+  asm("{ .reg .b16 low, high; mov.b32 {low, high}, %1; cvt.f32.f16 %0, high; }" : "=f"(result) : "r"(pair));
+  return result;
+}
+
+// Every earlier write of this thread is seen by whoever reads the new value with acquire at system scope, the host included.
+static __device__ __forceinline__ void store_release_sys(uint32_t* at, uint32_t value) {
+  asm volatile("st.release.sys.global.u32 [%0], %1;" : : "l"(at), "r"(value) : "memory");
+}
+
+static __device__ __forceinline__ uint32_t load_acquire_sys(const uint32_t* at) {
+  uint32_t value;
+  asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(at) : "memory");
+  return value;
+}
+
+}  // namespace echo::cuda

@@ -1,0 +1,175 @@
+// Opening and closing: what torch tells the group about itself, brackets, sequence numbers, time-outs, the end.
+#include <ATen/Context.h>
+#include <ATen/detail/CUDAHooksInterface.h>
+
+#include <algorithm>
+
+#include "gil.hpp"
+#include "process_group_echo.hpp"
+
+namespace echo::pg {
+namespace {
+
+// How long the end of a group waits for a call under way: closing a healthy group lets it finish, aborting does not.
+constexpr std::chrono::seconds kAbortPatience{1};
+
+}  // namespace
+
+void ProcessGroupEcho::check_alive() const {
+  core_->fault.raise_if_set();
+  TORCH_CHECK_WITH(DistBackendError, !closed_.load(), "group '", description(), "' has been destroyed");
+}
+
+BackendPtr ProcessGroupEcho::inner(c10::DeviceType type) const {
+  const auto found = inner_.find(type);
+  if (found != inner_.end()) return found->second;
+  std::string known;
+  for (const auto& [known_type, backend] : inner_) known += (known.empty() ? "" : ", ") + c10::DeviceTypeName(known_type, true);
+  TORCH_CHECK_VALUE(
+      false, "group '", description(), "' has no backend for ", c10::DeviceTypeName(type, true),
+      " tensors; it was made for: ", known);
+}
+
+// torch binds a device and sets the description without telling plugins, so the inner backend learns of it at its next use.
+c10d::Backend& ProcessGroupEcho::open_inner(c10::DeviceType type) {
+  check_alive();
+  c10d::Backend& backend = *inner(type);
+  const auto bound = getBoundDeviceId();
+  if (bound && bound->type() == type && backend.getBoundDeviceId() != bound) backend.setBoundDeviceId(bound);
+  if (backend.getGroupDesc() != getGroupDesc()) backend.setGroupDesc(getGroupDesc());
+  return backend;
+}
+
+c10::DeviceType ProcessGroupEcho::main_device() const {
+  for (const auto& [type, backend] : inner_) {
+    if (type != c10::DeviceType::CPU) return type;
+  }
+  return c10::DeviceType::CPU;
+}
+
+// torch does not say which device a barrier is for. Where CUDA is in use, users of "nccl" expect a barrier to wait for the device too.
+c10::DeviceType ProcessGroupEcho::barrier_device(const c10d::BarrierOptions& options) const {
+  const c10::DeviceType main = main_device();
+  if (options.device) return options.device->type();
+  if (inner_.size() == 1 || !options.device_ids.empty() || getBoundDeviceId()) return main;
+  const bool cuda_in_use = main == c10::DeviceType::CUDA && at::hasCUDA() &&
+      at::detail::getCUDAHooks().hasPrimaryContext(at::detail::getCUDAHooks().getCurrentDevice());
+  return cuda_in_use ? main : c10::DeviceType::CPU;
+}
+
+bool ProcessGroupEcho::supportsCoalescing() const {
+  return std::any_of(inner_.begin(), inner_.end(), [](const auto& entry) { return entry.second->supportsCoalescing(); });
+}
+
+void ProcessGroupEcho::startCoalescing() {
+  check_alive();
+  {
+    const std::lock_guard lock(bracket_mutex_);
+    bracket_open_ = true;
+    bracket_works_.clear();
+  }
+  for (const auto& [type, backend] : inner_) {
+    if (backend->supportsCoalescing()) open_inner(type).startCoalescing();
+  }
+}
+
+// Works of inner backends that cannot coalesce are kept for the end of the bracket, since torch waits for nothing else then.
+WorkPtr ProcessGroupEcho::collect(const c10d::Backend& inner, WorkPtr work) {
+  const std::lock_guard lock(bracket_mutex_);
+  if (bracket_open_ && work && !inner.supportsCoalescing()) bracket_works_.push_back(work);
+  return work;
+}
+
+WorkPtr ProcessGroupEcho::endCoalescing() {
+  const GilRelease no_gil;
+  check_alive();
+  std::vector<WorkPtr> works;
+  for (const auto& [type, backend] : inner_) {
+    if (!backend->supportsCoalescing()) continue;
+    if (WorkPtr work = backend->endCoalescing()) works.push_back(std::move(work));
+  }
+  {
+    const std::lock_guard lock(bracket_mutex_);
+    bracket_open_ = false;
+    works.insert(works.end(), bracket_works_.begin(), bracket_works_.end());
+    bracket_works_.clear();
+  }
+  if (works.size() == 1) return works.front();
+  return c10::make_intrusive<WorkBracket>(getRank(), std::move(works));
+}
+
+void ProcessGroupEcho::setSequenceNumberForGroup() {
+  for (const auto& [type, backend] : inner_) backend->setSequenceNumberForGroup();
+}
+
+uint64_t ProcessGroupEcho::getSequenceNumberForGroup() {
+  const GilRelease no_gil;
+  uint64_t number = 0;
+  for (const auto& [type, backend] : inner_) number += backend->getSequenceNumberForGroup();
+  const std::lock_guard lock(issue_mutex_);
+  return number + calls_;
+}
+
+#if ECHO_TORCH_AT_LEAST(10)
+void ProcessGroupEcho::setGroupUid(const std::string& pg_uid) {
+  Backend::setGroupUid(pg_uid);
+  for (const auto& [type, backend] : inner_) backend->setGroupUid(pg_uid);
+}
+#endif
+
+void ProcessGroupEcho::setTimeout(std::chrono::milliseconds timeout) {
+  if (core_->config.timeout_s <= 0) timeout_ms_ = timeout.count();
+  for (const auto& [type, backend] : inner_) backend->setTimeout(timeout);
+  core_->wire.set_timeout(timeout);
+}
+
+c10d::ErrorType ProcessGroupEcho::getError() {
+  if (core_->fault.is_set()) return c10d::ErrorType::COMM_ERROR;
+  for (const auto& [type, backend] : inner_) {
+    if (backend->getBackendName() != "nccl") continue;  // Gloo keeps no error state and throws here
+    if (const auto error = backend->getError(); error != c10d::ErrorType::SUCCESS) return error;
+  }
+  return c10d::ErrorType::SUCCESS;
+}
+
+BackendPtr ProcessGroupEcho::split(
+    const c10::intrusive_ptr<c10d::Store>&, const std::vector<int>&, const c10::intrusive_ptr<Options>&) {
+  TORCH_CHECK(
+      false, "echo groups cannot be split; make the group with torch.distributed.new_group(), and for a device mesh with ",
+      "several dimensions leave device_id out of init_process_group()");
+}
+
+BackendPtr ProcessGroupEcho::merge(
+    const c10::intrusive_ptr<c10d::Store>&, const c10::intrusive_ptr<Options>&, const int&, const int&) {
+  TORCH_CHECK(false, "echo groups cannot be merged; make the group with torch.distributed.new_group()");
+}
+
+#if ECHO_TORCH_AT_LEAST(10)
+BackendPtr ProcessGroupEcho::shrink(const std::vector<int64_t>&, int, const c10::intrusive_ptr<Options>&) {
+  TORCH_CHECK(false, "echo groups cannot be shrunk; make a new group of the remaining ranks");
+}
+#endif
+
+void ProcessGroupEcho::shutdown() { close(false); }
+
+void ProcessGroupEcho::abort() { close(true); }
+
+void ProcessGroupEcho::close(bool aborting) {
+  const GilRelease no_gil;
+  if (closed_.exchange(true)) return;
+  const bool healthy = !aborting && !core_->fault.is_set();
+  const std::chrono::milliseconds patience = healthy ? std::chrono::milliseconds(timeout_ms_.load()) : kAbortPatience;
+  if (!healthy) core_->wire.tear_down();
+  worker_->stop(healthy, patience);
+  if (healthy) core_->wire.shutdown();
+  for (const auto& [type, backend] : inner_) {
+    if (aborting) {
+      backend->abort();
+    } else {
+      backend->shutdown();
+    }
+  }
+  log_destroyed();
+}
+
+}  // namespace echo::pg

@@ -1,0 +1,181 @@
+// Every other operation goes to the inner backend of its tensors' device, under the same name and with the caller's own options; what the inner
+// backend returns is returned, and what it throws is thrown.
+#include "gil.hpp"
+#include "process_group_echo.hpp"
+
+namespace echo::pg {
+namespace {
+
+// The device of an operation is that of its first tensor; an operation without any goes to `otherwise`.
+c10::DeviceType device_of(const Tensors& tensors, c10::DeviceType otherwise) {
+  return tensors.empty() ? otherwise : tensors.front().device().type();
+}
+
+c10::DeviceType device_of(const TensorLists& lists, c10::DeviceType otherwise) {
+  for (const Tensors& tensors : lists) {
+    if (!tensors.empty()) return tensors.front().device().type();
+  }
+  return otherwise;
+}
+
+}  // namespace
+
+template <typename Operation>
+WorkPtr ProcessGroupEcho::forward(c10::DeviceType type, Operation&& operation) {
+  const GilRelease no_gil;
+  c10d::Backend& inner = open_inner(type);
+  core_->stats.add_other();
+  return collect(inner, operation(inner));
+}
+
+c10::intrusive_ptr<c10d::Backend::Options> ProcessGroupEcho::getBackendOptions() {
+  return inner(main_device())->getBackendOptions();
+}
+
+WorkPtr ProcessGroupEcho::broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) {
+  return forward(device_of(tensors, main_device()), [&](auto& inner) { return inner.broadcast(tensors, options); });
+}
+
+WorkPtr ProcessGroupEcho::allreduce_sparse(Tensors& tensors, const c10d::AllreduceOptions& options) {
+  const GilRelease no_gil;
+  c10d::Backend& inner = open_inner(device_of(tensors, main_device()));
+  core_->stats.add_forwarded("sparse tensor", dense_bytes(tensors));
+  return collect(inner, inner.allreduce_sparse(tensors, options));
+}
+
+WorkPtr ProcessGroupEcho::allreduce_coalesced(Tensors& tensors, const c10d::AllreduceCoalescedOptions& options) {
+  const GilRelease no_gil;
+  c10d::Backend& inner = open_inner(device_of(tensors, main_device()));
+  core_->stats.add_forwarded("several tensors", dense_bytes(tensors));
+  return collect(inner, inner.allreduce_coalesced(tensors, options));
+}
+
+WorkPtr ProcessGroupEcho::reduce(Tensors& tensors, const c10d::ReduceOptions& options) {
+  return forward(device_of(tensors, main_device()), [&](auto& inner) { return inner.reduce(tensors, options); });
+}
+
+WorkPtr ProcessGroupEcho::allgather(TensorLists& outputs, Tensors& inputs, const c10d::AllgatherOptions& options) {
+  return forward(
+      device_of(inputs, main_device()), [&](auto& inner) { return inner.allgather(outputs, inputs, options); });
+}
+
+WorkPtr ProcessGroupEcho::_allgather_base(
+    at::Tensor& output, at::Tensor& input, const c10d::AllgatherOptions& options) {
+  return forward(input.device().type(), [&](auto& inner) { return inner._allgather_base(output, input, options); });
+}
+
+WorkPtr ProcessGroupEcho::allgather_coalesced(
+    TensorLists& outputs, Tensors& inputs, const c10d::AllgatherOptions& options) {
+  return forward(
+      device_of(inputs, main_device()), [&](auto& inner) { return inner.allgather_coalesced(outputs, inputs, options); });
+}
+
+WorkPtr ProcessGroupEcho::allgather_into_tensor_coalesced(
+    Tensors& outputs, Tensors& inputs, const c10d::AllgatherOptions& options) {
+  return forward(device_of(inputs, main_device()), [&](auto& inner) {
+    return inner.allgather_into_tensor_coalesced(outputs, inputs, options);
+  });
+}
+
+WorkPtr ProcessGroupEcho::gather(TensorLists& outputs, Tensors& inputs, const c10d::GatherOptions& options) {
+  return forward(device_of(inputs, main_device()), [&](auto& inner) { return inner.gather(outputs, inputs, options); });
+}
+
+WorkPtr ProcessGroupEcho::scatter(Tensors& outputs, TensorLists& inputs, const c10d::ScatterOptions& options) {
+  return forward(device_of(outputs, main_device()), [&](auto& inner) { return inner.scatter(outputs, inputs, options); });
+}
+
+WorkPtr ProcessGroupEcho::reduce_scatter(
+    Tensors& outputs, TensorLists& inputs, const c10d::ReduceScatterOptions& options) {
+  const c10::DeviceType type = device_of(outputs, device_of(inputs, main_device()));
+  return forward(type, [&](auto& inner) { return inner.reduce_scatter(outputs, inputs, options); });
+}
+
+WorkPtr ProcessGroupEcho::_reduce_scatter_base(
+    at::Tensor& output, at::Tensor& input, const c10d::ReduceScatterOptions& options) {
+  return forward(input.device().type(), [&](auto& inner) { return inner._reduce_scatter_base(output, input, options); });
+}
+
+WorkPtr ProcessGroupEcho::reduce_scatter_tensor_coalesced(
+    Tensors& outputs, Tensors& inputs, const c10d::ReduceScatterOptions& options) {
+  return forward(device_of(inputs, main_device()), [&](auto& inner) {
+    return inner.reduce_scatter_tensor_coalesced(outputs, inputs, options);
+  });
+}
+
+WorkPtr ProcessGroupEcho::alltoall_base(
+    at::Tensor& output, at::Tensor& input, std::vector<int64_t>& output_sizes, std::vector<int64_t>& input_sizes,
+    const c10d::AllToAllOptions& options) {
+  return forward(input.device().type(), [&](auto& inner) {
+    return inner.alltoall_base(output, input, output_sizes, input_sizes, options);
+  });
+}
+
+WorkPtr ProcessGroupEcho::alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllToAllOptions& options) {
+  return forward(device_of(inputs, main_device()), [&](auto& inner) { return inner.alltoall(outputs, inputs, options); });
+}
+
+WorkPtr ProcessGroupEcho::send(Tensors& tensors, int destination, int tag) {
+  return forward(device_of(tensors, main_device()), [&](auto& inner) { return inner.send(tensors, destination, tag); });
+}
+
+WorkPtr ProcessGroupEcho::recv(Tensors& tensors, int source, int tag) {
+  return forward(device_of(tensors, main_device()), [&](auto& inner) { return inner.recv(tensors, source, tag); });
+}
+
+WorkPtr ProcessGroupEcho::recvAnysource(Tensors& tensors, int tag) {
+  return forward(device_of(tensors, main_device()), [&](auto& inner) { return inner.recvAnysource(tensors, tag); });
+}
+
+WorkPtr ProcessGroupEcho::barrier(const c10d::BarrierOptions& options) {
+  return forward(barrier_device(options), [&](auto& inner) { return inner.barrier(options); });
+}
+
+// Only Gloo has it, so it is a matter of the CPU whatever the group is for.
+void ProcessGroupEcho::monitoredBarrier(const c10d::BarrierOptions& options, bool wait_all_ranks) {
+  const GilRelease no_gil;
+  const bool has_cpu = inner_.count(c10::DeviceType::CPU) > 0;
+  open_inner(has_cpu ? c10::DeviceType::CPU : main_device()).monitoredBarrier(options, wait_all_ranks);
+}
+
+// torch asks the outer backend whether there are hooks, without a virtual call: the marker makes it say yes.
+void ProcessGroupEcho::registerOnCompletionHook(std::function<void(std::shared_ptr<c10d::WorkInfo>)>&& hook) {
+  open_inner(main_device()).registerOnCompletionHook(std::move(hook));
+  onCompletionHook_ = [](const std::shared_ptr<c10d::WorkInfo>&) {};
+}
+
+void ProcessGroupEcho::waitForPendingWorks() {
+  const GilRelease no_gil;
+  open_inner(main_device()).waitForPendingWorks();
+}
+
+void ProcessGroupEcho::enableCollectivesTiming() { open_inner(main_device()).enableCollectivesTiming(); }
+
+void ProcessGroupEcho::eagerConnectSingleDevice(at::Device device) {
+  const GilRelease no_gil;
+  open_inner(device.type()).eagerConnectSingleDevice(device);
+}
+
+std::shared_ptr<c10::Allocator> ProcessGroupEcho::getMemAllocator() {
+  return open_inner(main_device()).getMemAllocator();
+}
+
+at::Tensor ProcessGroupEcho::allocateTensor(long size, at::TensorOptions options) {
+  return open_inner(options.device().type()).allocateTensor(size, options);
+}
+
+bool ProcessGroupEcho::supportsTensorAlloc(c10::DeviceIndex index) {
+  return inner(main_device())->supportsTensorAlloc(index);
+}
+
+#if ECHO_TORCH_AT_LEAST(12)
+void ProcessGroupEcho::suspend() { open_inner(main_device()).suspend(); }
+
+void ProcessGroupEcho::resume() { open_inner(main_device()).resume(); }
+
+std::unordered_map<std::string, uint64_t> ProcessGroupEcho::getMemoryStats() {
+  return open_inner(main_device()).getMemoryStats();
+}
+#endif
+
+}  // namespace echo::pg

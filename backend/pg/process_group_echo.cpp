@@ -1,0 +1,242 @@
+// Which calls run quantized, what the others are told, and what the group reports about itself. How a quantized call runs is in issue.cpp.
+#include "process_group_echo.hpp"
+
+#include <ATen/ATen.h>
+#if defined(ECHO_WITH_CUDA)
+#include <c10/cuda/CUDAGraphsC10Utils.h>
+#endif
+
+#include "../cpu/stages.h"
+#include "gil.hpp"
+
+namespace echo::pg {
+namespace {
+
+constexpr int64_t kIdlePasses = 3;  // passes with nothing quantized before a warning
+
+std::string_view dtype_name(at::ScalarType dtype) {
+  switch (dtype) {
+    case at::kFloat:
+      return "float32";
+    case at::kBFloat16:
+      return "bfloat16";
+    case at::kHalf:
+      return "float16";
+    case at::kDouble:
+      return "float64";
+    case at::kLong:
+      return "int64";
+    case at::kInt:
+      return "int32";
+    case at::kShort:
+      return "int16";
+    case at::kChar:
+      return "int8";
+    case at::kByte:
+      return "uint8";
+    case at::kBool:
+      return "bool";
+    default:
+      return c10::toString(dtype);
+  }
+}
+
+std::string_view op_name(const c10d::ReduceOp& op) {
+  constexpr std::string_view kNames[] = {"SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR", "PREMUL_SUM"};
+  const auto index = static_cast<size_t>(op.op_);
+  return index < std::size(kNames) ? kNames[index] : "UNUSED";
+}
+
+bool is_capturing(const at::Tensor& tensor) {
+#if defined(ECHO_WITH_CUDA)
+  if (tensor.is_cuda()) return c10::cuda::currentStreamCaptureStatusMayInitCtx() != c10::cuda::CaptureStatus::None;
+#endif
+  return false;
+}
+
+void notice_missing_cuda(std::string_view reason) {
+  static std::atomic<bool> said{false};
+  if (reason == "built without CUDA" && !said.exchange(true)) {
+    emit_notice("echo was built without CUDA: all-reduces of CUDA tensors are forwarded", "warning");
+  }
+}
+
+}  // namespace
+
+ProcessGroupEcho::ProcessGroupEcho(GroupSetup setup)
+    : Backend(setup.rank, setup.size),
+      core_((validate(setup.config), std::make_shared<GroupCore>(setup.config, std::move(setup.make_wire)))),
+      rules_(make_policy_rules(core_->config)),
+      store_(std::move(setup.store)),
+      inner_(std::move(setup.inner)),
+      timeout_ms_(setup.timeout.count()) {
+  TORCH_CHECK_VALUE(!inner_.empty(), "echo needs an inner backend for at least one device type");
+}
+
+ProcessGroupEcho::~ProcessGroupEcho() {
+  // The destructors of inner backends join threads that may want the GIL.
+  const GilRelease no_gil;
+  worker_->stop(false, std::chrono::seconds(1));
+  core_->wire.tear_down();
+  inner_.clear();
+}
+
+int64_t dense_bytes(const Tensors& tensors) {
+  int64_t bytes = 0;
+  for (const at::Tensor& tensor : tensors) {
+    if (tensor.layout() == at::kStrided) bytes += tensor.numel() * static_cast<int64_t>(tensor.element_size());
+  }
+  return bytes;
+}
+
+std::string ProcessGroupEcho::description() const {
+  const std::string& desc = getGroupDesc();
+  return desc.empty() || desc == "undefined" ? getGroupUid() : desc;
+}
+
+// torch sets the description after it has made the backend, so it is read at every call.
+GroupKind ProcessGroupEcho::group_kind() {
+  const std::lock_guard lock(issue_mutex_);
+  if (!kind_ || classified_description_ != getGroupDesc()) {
+    classified_description_ = getGroupDesc();
+    kind_ = classify_group(rules_, classified_description_);
+  }
+  return *kind_;
+}
+
+CallFacts ProcessGroupEcho::facts_of(const at::Tensor& tensor, std::string_view op, const CallOrigin& origin) {
+  CallFacts facts;
+  facts.op = op;
+  facts.dtype = dtype_name(tensor.scalar_type());
+  facts.device_obstacle = device_obstacle(c10::DeviceTypeName(tensor.device().type(), /*lower_case=*/true));
+  facts.numel = tensor.numel();
+  facts.ndim = tensor.dim();
+  facts.group_size = getSize();
+  facts.group = group_kind();
+  facts.context = origin.context;
+  facts.role = origin.role;
+  facts.sparse = tensor.layout() != at::kStrided;
+  facts.exact = origin.exact;
+  facts.capturing = is_capturing(tensor);
+  facts.parameter_gradient = origin.parameter_gradient;
+  facts.hooks = origin.hooks;
+  {
+    const std::lock_guard lock(issue_mutex_);
+    facts.hand_set = passes_.hand_direction().has_value();
+  }
+  const std::lock_guard lock(bracket_mutex_);
+  facts.coalesced = bracket_open_;
+  return facts;
+}
+
+WorkPtr ProcessGroupEcho::allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) {
+  const GilRelease no_gil;
+  check_alive();
+  TORCH_CHECK_VALUE(!tensors.empty(), "all_reduce was given no tensor");
+  const CallOrigin origin = current_origin();
+  CallFacts facts = facts_of(tensors[0], op_name(options.reduceOp), origin);
+  facts.tensors = static_cast<int64_t>(tensors.size());
+  const Decision decision = decide(rules_, facts);
+  if (!decision.quantize) return allreduce_exact(tensors, options, decision.reason, origin);
+  return issue(tensors[0], {.async_op = options.asyncOp, .timeout = options.timeout, .direction = {}}, origin);
+}
+
+WorkPtr ProcessGroupEcho::allreduce_exact(
+    Tensors& tensors, const c10d::AllreduceOptions& options, const std::string& reason, const CallOrigin& origin) {
+  c10d::Backend& inner = open_inner(tensors[0].device().type());
+  core_->stats.add_forwarded(reason, dense_bytes(tensors));
+  notice_missing_cuda(reason);
+  int64_t passes = 0;
+  {
+    const std::lock_guard lock(issue_mutex_);
+    passes = passes_.book_exact(origin);
+  }
+  warn_if_idle(passes);
+  return collect(inner, inner.allreduce(tensors, options));
+}
+
+WorkPtr ProcessGroupEcho::all_reduce_quantized(
+    const at::Tensor& tensor, bool async_op, std::optional<Direction> direction) {
+  const GilRelease no_gil;
+  check_alive();
+  const CallOrigin origin = current_origin();
+  const CallFacts facts = facts_of(tensor, "SUM", origin);
+  TORCH_CHECK_VALUE(
+      quantizable_elem_bytes(facts.dtype) > 0, "all_reduce got a tensor of dtype ", tensor.scalar_type(),
+      ", but only bfloat16, float16 and float32 can be quantized");
+  TORCH_CHECK_VALUE(!facts.sparse, "all_reduce got a tensor of layout ", tensor.layout(), ", but needs a dense one");
+  TORCH_CHECK_VALUE(
+      facts.device_obstacle.empty(), "all_reduce got a tensor on ", tensor.device(), ": ", facts.device_obstacle);
+  TORCH_CHECK_VALUE(!facts.coalesced, "all_reduce cannot be quantized inside a coalescing bracket");
+  TORCH_CHECK_VALUE(!facts.capturing, "all_reduce cannot be quantized while a stream records a graph");
+  open_inner(tensor.device().type());
+  if (getSize() == 1 || tensor.numel() == 0) {
+    auto completion = std::make_shared<Completion>(tensor, std::vector<c10::Device>{});
+    completion->succeed();
+    WorkDetails details;
+    details.rank = getRank();
+    return c10::make_intrusive<WorkEcho>(std::move(completion), std::move(details));
+  }
+  return issue(tensor, {.async_op = async_op, .timeout = c10d::kUnsetTimeout, .direction = direction}, origin);
+}
+
+Decision ProcessGroupEcho::explain(const at::Tensor& tensor, const std::string& op) {
+  const GilRelease no_gil;
+  return decide(rules_, facts_of(tensor, op, current_origin()));
+}
+
+void ProcessGroupEcho::new_pass(Direction direction) {
+  const GilRelease no_gil;
+  const std::lock_guard lock(issue_mutex_);
+  passes_.announce(direction);
+}
+
+GroupReport ProcessGroupEcho::report() {
+  const GilRelease no_gil;
+  GroupReport report;
+  report.group = description();
+  report.fault = core_->fault.text();
+  report.counts = core_->stats.snapshot();
+  report.fabric = report.counts.quantized.calls > 0 ? "wire" : "none";
+  const std::lock_guard lock(issue_mutex_);
+  report.state_bytes = states_.total_bytes();
+  for (int d = 0; d < kDirections; ++d) {
+    const auto direction = static_cast<Direction>(d);
+    report.passes[d] = passes_.passes(direction);
+    report.sites[d] = passes_.sites(direction);
+    report.last_sites[d] = passes_.last_sites(direction);
+  }
+  return report;
+}
+
+void ProcessGroupEcho::warn_if_idle(int64_t passes) {
+  const auto counts = core_->stats.snapshot();
+  if (passes <= kIdlePasses || counts.quantized.calls > 0 || getRank() != 0 || getSize() < 2) return;
+  if (rules_.mode == PolicyMode::kOff) return;
+  const GroupKind kind = group_kind();
+  if (kind == GroupKind::kDenied || kind == GroupKind::kDeniedByUser) return;
+  {
+    const std::lock_guard lock(issue_mutex_);
+    if (std::exchange(idle_warned_, true)) return;
+  }
+  emit(LogEvent{
+      "nothing_quantized",
+      {{"group", description()}, {"size", int64_t{getSize()}}, {"reasons", top_reasons(counts)}}});
+}
+
+void ProcessGroupEcho::log_destroyed() {
+  if (getRank() != 0) return;
+  const auto counts = core_->stats.snapshot();
+  emit(LogEvent{
+      "destroyed",
+      {{"group", description()},
+       {"rank", int64_t{getRank()}},
+       {"size", int64_t{getSize()}},
+       {"calls_quantized", counts.quantized.calls},
+       {"bytes_quantized", counts.quantized.bytes},
+       {"calls_forwarded", counts.forwarded.calls},
+       {"bytes_forwarded", counts.forwarded.bytes},
+       {"reasons", top_reasons(counts)}}});
+}
+
+}  // namespace echo::pg

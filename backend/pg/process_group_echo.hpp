@@ -1,0 +1,221 @@
+// The c10d backend: all-reduces that the policy chooses run quantized, everything else goes to inner backends unchanged.
+//
+//   allreduce -> decide (policy) -> quantized: book pass and site, take lane and state, run on the worker or a stream
+//                                -> exact:     the inner backend's own Work
+//
+// One instance may serve several device types, each with an inner backend. The order in which quantized calls are issued on the host is the
+// order on all ranks; `issue_mutex_` keeps it while a call takes its number, its lane and its place in the queue.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include <c10/core/Event.h>
+#include <c10/core/Stream.h>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <torch/csrc/distributed/c10d/Store.hpp>
+#include <torch/version.h>
+
+#include "lanes.hpp"
+#include "pass_tracker.hpp"
+#include "quantized_call.hpp"
+#include "settings.hpp"
+#include "state_pool.hpp"
+#include "work.hpp"
+#include "worker.hpp"
+
+#define ECHO_TORCH_AT_LEAST(minor) (TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= (minor))
+
+namespace echo::pg {
+
+using WorkPtr = c10::intrusive_ptr<c10d::Work>;
+using Tensors = std::vector<at::Tensor>;
+using TensorLists = std::vector<std::vector<at::Tensor>>;
+
+// Bytes of the elements; sparse tensors count as none.
+int64_t dense_bytes(const Tensors& tensors);
+
+struct GroupSetup {
+  c10::intrusive_ptr<c10d::Store> store;
+  int rank = 0;
+  int size = 1;
+  Config config;
+  std::map<c10::DeviceType, BackendPtr> inner;  // for forwarded calls
+  WireGroups::Make make_wire;
+  std::chrono::milliseconds timeout{0};
+};
+
+// What _stats() reports, taken at one moment.
+struct GroupReport {
+  std::string group;
+  std::string fabric;
+  std::string fault;
+  StatsSnapshot counts;
+  int64_t state_bytes = 0;
+  int64_t workspace_bytes = 0;
+  std::array<int64_t, kDirections> passes{};
+  std::array<int64_t, kDirections> sites{};
+  std::array<int64_t, kDirections> last_sites{};
+};
+
+class ProcessGroupEcho : public c10d::Backend {
+ public:
+  // Throws c10::ValueError for a configuration that makes no sense.
+  explicit ProcessGroupEcho(GroupSetup setup);
+  ~ProcessGroupEcho() override;
+
+  // --- quantized or exact: process_group_echo.cpp and issue.cpp ---
+  WorkPtr allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) override;
+
+  // Quantizes whatever the policy says. Throws c10::ValueError for tensors that cannot be quantized. A group of one rank and an empty tensor
+  // need no exchange: they are complete at once.
+  WorkPtr all_reduce_quantized(const at::Tensor& tensor, bool async_op, std::optional<Direction> direction);
+
+  // What allreduce() would do with this tensor if it were called here and now.
+  Decision explain(const at::Tensor& tensor, const std::string& op);
+
+  void new_pass(Direction direction);
+  GroupReport report();
+  std::vector<SiteErrors> site_errors(Direction direction) const { return core_->diagnostics.errors(direction); }
+  std::string description() const;
+  const Config& config() const { return core_->config; }
+  BackendPtr inner(c10::DeviceType type) const;
+
+  // --- life cycle: lifecycle.cpp ---
+  void shutdown() override;
+  void abort() override;
+  void setTimeout(std::chrono::milliseconds timeout) override;
+  void startCoalescing() override;
+  WorkPtr endCoalescing() override;
+  void setSequenceNumberForGroup() override;
+  uint64_t getSequenceNumberForGroup() override;
+#if ECHO_TORCH_AT_LEAST(10)
+  void setGroupUid(const std::string& pg_uid) override;
+#endif
+  c10d::ErrorType getError() override;
+  bool supportsSplitting() const override { return false; }
+  bool supportsCoalescing() const override;
+  bool supportsTimeEstimation() const override { return false; }
+  BackendPtr split(
+      const c10::intrusive_ptr<c10d::Store>& store, const std::vector<int>& ranks,
+      const c10::intrusive_ptr<Options>& options) override;
+  BackendPtr merge(
+      const c10::intrusive_ptr<c10d::Store>& store, const c10::intrusive_ptr<Options>& options, const int& rank,
+      const int& size) override;
+#if ECHO_TORCH_AT_LEAST(10)
+  bool supportsShrinking() const override { return false; }
+  BackendPtr shrink(
+      const std::vector<int64_t>& ranks_to_exclude, int shrink_flags,
+      const c10::intrusive_ptr<Options>& options) override;
+#endif
+
+  // --- forwarded: passthrough.cpp ---
+  const std::string getBackendName() const override { return "echo"; }
+  c10::intrusive_ptr<Options> getBackendOptions() override;
+  WorkPtr broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) override;
+  WorkPtr allreduce_sparse(Tensors& tensors, const c10d::AllreduceOptions& options) override;
+  WorkPtr allreduce_coalesced(Tensors& tensors, const c10d::AllreduceCoalescedOptions& options) override;
+  WorkPtr reduce(Tensors& tensors, const c10d::ReduceOptions& options) override;
+  WorkPtr allgather(TensorLists& outputs, Tensors& inputs, const c10d::AllgatherOptions& options) override;
+  WorkPtr _allgather_base(at::Tensor& output, at::Tensor& input, const c10d::AllgatherOptions& options) override;
+  WorkPtr allgather_coalesced(TensorLists& outputs, Tensors& inputs, const c10d::AllgatherOptions& options) override;
+  WorkPtr allgather_into_tensor_coalesced(
+      Tensors& outputs, Tensors& inputs, const c10d::AllgatherOptions& options) override;
+  WorkPtr gather(TensorLists& outputs, Tensors& inputs, const c10d::GatherOptions& options) override;
+  WorkPtr scatter(Tensors& outputs, TensorLists& inputs, const c10d::ScatterOptions& options) override;
+  WorkPtr reduce_scatter(Tensors& outputs, TensorLists& inputs, const c10d::ReduceScatterOptions& options) override;
+  WorkPtr _reduce_scatter_base(
+      at::Tensor& output, at::Tensor& input, const c10d::ReduceScatterOptions& options) override;
+  WorkPtr reduce_scatter_tensor_coalesced(
+      Tensors& outputs, Tensors& inputs, const c10d::ReduceScatterOptions& options) override;
+  WorkPtr alltoall_base(
+      at::Tensor& output, at::Tensor& input, std::vector<int64_t>& output_sizes, std::vector<int64_t>& input_sizes,
+      const c10d::AllToAllOptions& options) override;
+  WorkPtr alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllToAllOptions& options) override;
+  WorkPtr send(Tensors& tensors, int destination, int tag) override;
+  WorkPtr recv(Tensors& tensors, int source, int tag) override;
+  WorkPtr recvAnysource(Tensors& tensors, int tag) override;
+  WorkPtr barrier(const c10d::BarrierOptions& options) override;
+  void monitoredBarrier(const c10d::BarrierOptions& options, bool wait_all_ranks) override;
+  void registerOnCompletionHook(std::function<void(std::shared_ptr<c10d::WorkInfo>)>&& hook) override;
+  void waitForPendingWorks() override;
+  void enableCollectivesTiming() override;
+  void eagerConnectSingleDevice(at::Device device) override;
+  std::shared_ptr<c10::Allocator> getMemAllocator() override;
+  at::Tensor allocateTensor(long size, at::TensorOptions options) override;
+  bool supportsTensorAlloc(c10::DeviceIndex index) override;
+#if ECHO_TORCH_AT_LEAST(12)
+  void suspend() override;
+  void resume() override;
+  std::unordered_map<std::string, uint64_t> getMemoryStats() override;
+#endif
+
+ private:
+  struct CallOptions {
+    bool async_op = true;
+    std::chrono::milliseconds timeout{0};
+    std::optional<Direction> direction;
+  };
+
+  // The inner backend for a device type, after telling it what torch told this one. Raises if the group has failed or was closed.
+  c10d::Backend& open_inner(c10::DeviceType type);
+  void check_alive() const;
+  // The inner backend of the accelerator if there is one, else the only one.
+  c10::DeviceType main_device() const;
+  c10::DeviceType barrier_device(const c10d::BarrierOptions& options) const;
+
+  template <typename Operation>
+  WorkPtr forward(c10::DeviceType type, Operation&& operation);
+  WorkPtr collect(const c10d::Backend& inner, WorkPtr work);
+
+  CallFacts facts_of(const at::Tensor& tensor, std::string_view op, const CallOrigin& origin);
+  GroupKind group_kind();
+  WorkPtr allreduce_exact(
+      Tensors& tensors, const c10d::AllreduceOptions& options, const std::string& reason, const CallOrigin& origin);
+  WorkPtr issue(const at::Tensor& tensor, const CallOptions& options, const CallOrigin& origin);
+  QuantizedCall prepare(const at::Tensor& tensor, const CallOptions& options, const CallOrigin& origin, int32_t lane);
+  WorkPtr run_on_worker(QuantizedCall call, WorkDetails details, std::unique_lock<std::mutex>& issue_lock);
+  WorkPtr run_on_stream(QuantizedCall call, WorkDetails details, bool async_op);
+  std::string describe_call(const at::Tensor& tensor) const;
+  c10::Stream side_stream(c10::Device device);
+  std::function<void(std::chrono::milliseconds)> watch(const QuantizedCall& call);
+
+  void log_first_call(c10::Device device, int64_t state_bytes);
+  void warn_if_idle(int64_t passes);
+  void log_destroyed();
+  void close(bool aborting);
+
+  const std::shared_ptr<GroupCore> core_;
+  const PolicyRules rules_;
+  const c10::intrusive_ptr<c10d::Store> store_;
+  std::map<c10::DeviceType, BackendPtr> inner_;
+  std::atomic<int64_t> timeout_ms_;
+  std::atomic<bool> closed_{false};
+
+  std::mutex issue_mutex_;                 // guards what follows, up to the lanes
+  PassTracker passes_;
+  StatePool states_;
+  uint64_t calls_ = 0;                     // quantized calls issued
+  bool idle_warned_ = false;
+  std::string classified_description_;
+  std::optional<GroupKind> kind_;
+  std::unordered_map<c10::Device, c10::Stream> side_streams_;
+  std::optional<c10::Stream> last_stream_;  // of the latest call on device tensors, which the next one waits for
+  std::optional<c10::Event> last_event_;
+  const std::shared_ptr<LaneTable> lanes_ = std::make_shared<LaneTable>();
+
+  std::mutex bracket_mutex_;
+  bool bracket_open_ = false;
+  std::vector<WorkPtr> bracket_works_;
+
+  const std::shared_ptr<Worker> worker_ = std::make_shared<Worker>();
+};
+
+}  // namespace echo::pg

@@ -1,0 +1,84 @@
+#include "quantized_call.hpp"
+
+#include <ATen/ATen.h>
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/record_function.h>
+#include <c10/core/GradMode.h>
+
+#include "../cpu/stages.h"
+
+namespace echo::pg {
+namespace {
+
+// A result is written through raw pointers or below autograd: no graph, no version counter, inference tensors allowed, as in any collective.
+struct BelowAutograd {
+  c10::NoGradGuard no_grad;
+  at::AutoDispatchBelowADInplaceOrView below;
+};
+
+bool is_plain(const at::Tensor& tensor) { return tensor.is_contiguous() && !tensor.is_neg(); }
+
+// What this rank adds to its contribution, as fp32 on the host; undefined where nothing is added.
+at::Tensor correction_of(const wire::Call& call) {
+  if (!call.state.defined() || call.plan.first_site) return {};
+  const at::Tensor state = call.state.cpu();
+  at::Tensor correction = at::empty({call.plan.numel}, at::kFloat);
+  Site site;
+  site.plan = call.plan;
+  site.state = state.data_ptr();
+  cpu::active_stages().correction(site, correction.data_ptr<float>());
+  return correction;
+}
+
+void exchange(GroupCore& core, QuantizedCall& call) {
+  Diagnostics::Before before;
+  if (core.config.diagnostics) {
+    before = Diagnostics::measure_before(call.wire.tensor, correction_of(call.wire), *call.inner);
+  }
+  const wire::Receipt receipt = wire::all_reduce(call.wire, *call.inner, core.workspace);
+  core.stats.add_wire(receipt.wire_bytes, receipt.padding_bytes);
+  if (core.config.diagnostics) core.diagnostics.measure_after(call.site, before, call.wire.tensor);
+}
+
+// Text of the exception under way, without the C++ backtrace that torch appends.
+std::string current_cause() {
+  try {
+    throw;
+  } catch (const c10::Error& error) {
+    return error.what_without_backtrace();
+  } catch (const std::exception& error) {
+    return error.what();
+  } catch (...) {
+    return "an exception of unknown type";
+  }
+}
+
+}  // namespace
+
+void run_quantized(GroupCore& core, QuantizedCall& call) {
+  core.fault.raise_if_set();
+  RECORD_FUNCTION("echo::all_reduce", c10::ArrayRef<const c10::IValue>{});
+  const BelowAutograd below;
+  const char* stage = "copying the contribution";
+  try {
+    call.wire.tensor = is_plain(call.tensor) ? call.tensor : call.tensor.resolve_neg().contiguous();
+    stage = "exchange";
+    exchange(core, call);
+    stage = "copying the result";
+    if (!call.wire.tensor.is_same(call.tensor)) call.tensor.copy_(call.wire.tensor);
+    call.inner.reset();
+  } catch (...) {
+    const std::string cause = current_cause();
+    call.inner.reset();
+    std::rethrow_exception(fail_call(core, call.what, stage, cause));
+  }
+}
+
+std::exception_ptr fail_call(GroupCore& core, const std::string& what, const std::string& stage, const std::string& cause) {
+  const std::string text = what + " failed (" + stage + "): " + cause;
+  core.fault.set(text);
+  core.wire.tear_down();
+  return std::make_exception_ptr(C10_BUILD_ERROR(DistBackendError, text));
+}
+
+}  // namespace echo::pg

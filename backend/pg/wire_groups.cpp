@@ -1,0 +1,52 @@
+#include "wire_groups.hpp"
+
+#include <thread>
+#include <utility>
+
+namespace echo::pg {
+
+BackendPtr WireGroups::get(c10::Device device) {
+  {
+    const std::lock_guard lock(mutex_);
+    if (const auto found = groups_.find(device.type()); found != groups_.end()) return found->second;
+  }
+  BackendPtr made = make_(c10::DeviceTypeName(device.type(), /*lower_case=*/true));
+  if (device.has_index()) made->setBoundDeviceId(device);
+  const std::lock_guard lock(mutex_);
+  return groups_.emplace(device.type(), std::move(made)).first->second;
+}
+
+void WireGroups::set_timeout(std::chrono::milliseconds timeout) {
+  const std::lock_guard lock(mutex_);
+  for (const auto& [type, group] : groups_) group->setTimeout(timeout);
+}
+
+std::map<c10::DeviceType, BackendPtr> WireGroups::take_all() {
+  const std::lock_guard lock(mutex_);
+  return std::exchange(groups_, {});
+}
+
+void WireGroups::shutdown() {
+  for (const auto& [type, group] : take_all()) group->shutdown();
+}
+
+void WireGroups::tear_down() noexcept {
+  try {
+    auto groups = take_all();
+    if (groups.empty()) return;
+    // Destroying a Gloo group closes its sockets, but waits for its exchanges under way first.
+    std::thread([groups = std::move(groups)]() mutable {
+      for (const auto& [type, group] : groups) {
+        try {
+          group->abort();
+        } catch (...) {
+          // Aborted because something failed already: that failure is the one to report.
+        }
+      }
+      groups.clear();
+    }).detach();
+  } catch (...) {
+  }
+}
+
+}  // namespace echo::pg

@@ -1,0 +1,41 @@
+// The inner groups that carry echo's own exchange, one per device type, apart from those that serve forwarded calls: inner backends
+// match calls by order, and the two kinds are issued by different threads.
+#pragma once
+
+#include <chrono>
+#include <functional>
+#include <map>
+#include <mutex>
+#include <string>
+
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+
+namespace echo::pg {
+
+using BackendPtr = c10::intrusive_ptr<c10d::Backend>;
+
+class WireGroups {
+ public:
+  // `make` is collective over the group and may take the GIL.
+  using Make = std::function<BackendPtr(const std::string& device_type)>;
+
+  explicit WireGroups(Make make) : make_(std::move(make)) {}
+
+  // Made at the first call for a device type. Callers hold the group's issue lock, so that all ranks make them in one order.
+  BackendPtr get(c10::Device device);
+
+  void set_timeout(std::chrono::milliseconds timeout);
+  void shutdown();
+
+  // Closes the connections, so that peers notice soon. Never blocks: what waits for peers is left to a thread of its own.
+  void tear_down() noexcept;
+
+ private:
+  std::map<c10::DeviceType, BackendPtr> take_all();
+
+  Make make_;
+  std::mutex mutex_;
+  std::map<c10::DeviceType, BackendPtr> groups_;
+};
+
+}  // namespace echo::pg

@@ -1,0 +1,75 @@
+"""The compiled extension, as far as the package uses it; built from backend/pg/bindings.cpp."""
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+from torch import Tensor
+from torch._C._distributed_c10d import Backend
+from torch.distributed import Store, Work
+
+class Config:
+    """`echo_pg.Options` resolved to plain values; see there for their meaning."""
+
+    bits: int
+    group_size: int
+    rotation_size: int  # elements per rotated run, 0: no rotation
+    quantizer: str
+    scale_dtype: str
+    tau: float
+    clip: float
+    feedback: bool
+    residual: str
+    eta: float
+    a: float
+    beta1: float
+    beta2: float
+    state_dtype: str
+    early_count: int
+    early_fraction: float
+    early_bits: int
+    rescale: str
+    policy: str
+    min_bytes: int
+    dtypes: list[str]
+    allow: str
+    deny: str
+    fabric: str
+    workspace_bytes: int
+    timeout_s: float  # at most 0: the group's own
+    diagnostics: bool
+    allow_shared_gpu: bool
+
+class ProcessGroupEcho(Backend):
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        size: int,
+        config: Config,
+        inner_by_device: dict[str, Backend],
+        make_wire: Callable[[str], Backend],
+        timeout: timedelta,
+    ) -> None: ...
+    @property
+    def _config(self) -> Config: ...
+    def _all_reduce(self, tensor: Tensor, async_op: bool, direction: str) -> Work: ...
+    def _desc(self) -> str: ...
+    def _explain(self, tensor: Tensor, op: str = "SUM") -> tuple[bool, str]: ...
+    def _fault(self) -> str: ...
+    def _inner(self, device_type: str) -> Backend: ...
+    def _new_pass(self, direction: str) -> None: ...
+    def _stats(self) -> dict[str, Any]: ...
+
+def decide(config: Config, facts: dict[str, Any]) -> tuple[bool, str]: ...
+def current_context() -> dict[str, Any]: ...
+def build_flags() -> dict[str, Any]: ...
+def set_log_callback(callback: Callable[[str, dict[str, Any]], None] | None) -> None: ...
+def set_hooks_installed(installed: bool) -> None: ...
+def module_enter(role: int) -> int: ...
+def module_exit() -> None: ...
+def backward_enter() -> None: ...
+def backward_exit() -> None: ...
+def exact_enter() -> None: ...
+def exact_exit() -> None: ...
+def new_pass(direction: str) -> None: ...

@@ -1,0 +1,347 @@
+"""What the user may choose, and every ECHO_* environment variable: no other file reads them.
+
+A field takes the value given to `Options(...)`; a field not given takes its environment variable ECHO_<FIELD>; else its
+default. All values are checked here once, so that the rest of the code may trust them.
+"""
+
+import dataclasses
+import difflib
+import json
+import math
+import os
+import re
+import struct
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+from . import build
+
+DTYPES = ("float32", "bfloat16", "float16")
+_PLAIN_VARIABLES = ("OFF", "REPLACE", "LOG", "CUDA", "SANITIZE")
+_UNITS = {"": 1, "k": 1 << 10, "kib": 1 << 10, "m": 1 << 20, "mib": 1 << 20, "g": 1 << 30, "gib": 1 << 30}
+_TRUE, _FALSE = ("1", "true", "on", "yes"), ("0", "false", "off", "no", "")
+_already_warned: set[str] = set()
+
+
+def _boolean(text: str) -> bool:
+    if text.lower() in _TRUE + _FALSE:
+        return text.lower() in _TRUE
+    raise ValueError("use 1 or 0")
+
+
+def _bytes(text: str) -> int:
+    found = re.fullmatch(r"(\d+)\s*([a-z]*)", text.strip().lower())
+    if not found or found[2] not in _UNITS:
+        raise ValueError("use a number of bytes, or a number with KiB, MiB or GiB")
+    return int(found[1]) * _UNITS[found[2]]
+
+
+def _count_or_fraction(text: str) -> int | float:
+    return int(text) if re.fullmatch(r"\s*[+-]?\d+\s*", text) else float(text)
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(name.strip() for name in text.split(",") if name.strip())
+
+
+def _option(name: str, default: Any, parse: Callable[[str], Any] = str) -> Any:
+    """A dataclass field whose default is looked up in the environment when an Options is made without it."""
+
+    def look_up() -> Any:
+        text = os.environ.get(f"ECHO_{name.upper()}")
+        if text is None:
+            return default
+        try:
+            return parse(text)
+        except ValueError as error:
+            raise ValueError(f"ECHO_{name.upper()}={text!r} cannot be read: {error}") from None
+
+    return field(default_factory=look_up)
+
+
+@dataclass(frozen=True)
+class Options:
+    """How one process group quantizes; give it as `pg_options=` to `init_process_group` or `new_group`, equal on all
+    ranks.
+
+    Every field can also be set as environment variable ECHO_<FIELD>; an argument wins over the variable. Raises
+    ValueError, naming the value and the limit. Section numbers are those of arXiv 2610.14277.
+
+    Codes [4.3]:
+        bits: bits per element on the wire, 4 or 8.
+        group_size: elements that share a scale and a zero point; a multiple of 8 from 16 to 1024.
+        quantizer: "zero_aware" (zero is exact in groups that straddle it), "asymmetric" (the paper's naive form) or
+            "symmetric".
+        rotation: "hadamard" spreads outliers over a run of elements before quantizing; "none" does not (the paper).
+        rotation_size: elements per run, a power of two dividing group_size; 0 means group_size.
+        scale_dtype: format of scales and zero points: "float16" (the paper), "bfloat16", or "auto": float16 for float16
+            tensors only.
+        tau: zero_aware only: within how many steps of the edge zero moves off the grid gradually; at least 0.
+        clip: factor in (0, 1] on each group's extremes before its scale is formed.
+    Error feedback [5]:
+        feedback: whether rounding errors of one site are given back at later sites of the same pass.
+        residual: "local" (what this rank rounded away itself) or "group" (the paper's: contribution minus mean of the
+            result).
+        eta, a, beta1, beta2: gain, mix and decay of the two averages [5.1]; eta and a in [0, 1], beta1 and beta2 in [0,
+            1).
+        state_dtype: how the averages are kept: "int8", "float32", "tensor" (the tensor's own), or "auto": int8 for
+            local, tensor for group.
+        early_sites: first sites of a no-grad forward pass sent in early_bits [7.2]: a count, or a fraction in (0, 1) of
+            the last pass's sites.
+        early_bits: bits per element there, 4 or 8.
+        rescale: power-of-two rescaling of small gradients [5.4, App. C]: "on", "off", or "auto": in backward with
+            float16 scales.
+    Which calls:
+        policy: "auto" (tensor-parallel activations and their gradients), "all" (every SUM all-reduce of listed dtype
+            and size), "off".
+        min_bytes: smaller tensors are forwarded exactly; bytes.
+        dtypes: tensor dtypes that may be quantized, of "float32", "bfloat16", "float16" (names or torch dtypes).
+        allow, deny: regular expressions (ECMAScript) searched in the group's description: treat as tensor-parallel;
+            never quantize.
+    Transport:
+        fabric: "peer" (memory shared between ranks), "wire" (codes through the inner backend) or "auto".
+        workspace_bytes: upper limit of exchange buffers per group; bytes, at least 4 MiB.
+        timeout: longest wait for another rank, in seconds or as timedelta; None takes the group's own.
+        diagnostics: also measure norms of the error (costs an exact all-reduce per call).
+        allow_shared_gpu: permit several ranks on one GPU.
+        inner_options: `ProcessGroupNCCL.Options` handed to the inner NCCL group; no environment variable.
+    """
+
+    bits: int = _option("bits", 4, int)
+    group_size: int = _option("group_size", 128, int)
+    quantizer: str = _option("quantizer", "zero_aware")
+    rotation: str = _option("rotation", "none")
+    rotation_size: int = _option("rotation_size", 0, int)
+    scale_dtype: str = _option("scale_dtype", "auto")
+    tau: float = _option("tau", 0.125, float)
+    clip: float = _option("clip", 1.0, float)
+    feedback: bool = _option("feedback", True, _boolean)
+    residual: str = _option("residual", "local")
+    eta: float = _option("eta", 0.75, float)
+    a: float = _option("a", 0.35, float)
+    beta1: float = _option("beta1", 0.7, float)
+    beta2: float = _option("beta2", 0.3, float)
+    state_dtype: str = _option("state_dtype", "auto")
+    early_sites: int | float = _option("early_sites", 0, _count_or_fraction)
+    early_bits: int = _option("early_bits", 8, int)
+    rescale: str = _option("rescale", "auto")
+    policy: str = _option("policy", "auto")
+    min_bytes: int = _option("min_bytes", 1 << 20, _bytes)
+    dtypes: tuple[str, ...] = _option("dtypes", ("bfloat16", "float16"), _names)
+    allow: str = _option("allow", "")
+    deny: str = _option("deny", "")
+    fabric: str = _option("fabric", "auto")
+    workspace_bytes: int = _option("workspace_bytes", 64 << 20, _bytes)
+    timeout: float | timedelta | None = _option("timeout", None, float)
+    diagnostics: bool = _option("diagnostics", False, _boolean)
+    allow_shared_gpu: bool = _option("allow_shared_gpu", False, _boolean)
+    inner_options: Any = field(default=None, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        _warn_mistyped_variables()
+        self._check_codes()
+        self._check_feedback()
+        self._check_policy_and_transport()
+
+    @classmethod
+    def paper(cls, **changes: Any) -> "Options":
+        """The paper's method to the letter: its residual, scales, coefficients and state, no rotation [4.3, 5.1,
+        5.4]."""
+        # fmt: off
+        method: dict[str, Any] = {
+            "bits": 4, "group_size": 128, "quantizer": "zero_aware", "rotation": "none", "scale_dtype": "float16",
+            "clip": 1.0, "feedback": True, "residual": "group", "eta": 0.75, "a": 0.35, "beta1": 0.7, "beta2": 0.3,
+            "state_dtype": "tensor", "rescale": "auto",
+        }
+        # fmt: on
+        return cls(**(method | changes))
+
+    def _check_codes(self) -> None:
+        self._require("bits", self.bits in (4, 8) and _is_int(self.bits), "4 or 8")
+        size = self.group_size
+        self._require(
+            "group_size", _is_int(size) and 16 <= size <= 1024 and size % 8 == 0, "a multiple of 8 from 16 to 1024"
+        )
+        self._require_one_of("quantizer", "zero_aware", "asymmetric", "symmetric")
+        self._require_one_of("rotation", "none", "hadamard")
+        run = self.rotation_size
+        self._require("rotation_size", _is_int(run) and (run == 0 or run >= 2), "0 or a power of two of at least 2")
+        if run or self.rotation == "hadamard":
+            run = run or size
+            fits = run & (run - 1) == 0 and size % run == 0
+            self._require(
+                "rotation_size", fits, f"a power of two that divides group_size={size} (0 stands for group_size itself)"
+            )
+        self._require_one_of("scale_dtype", "auto", "float16", "bfloat16")
+        self._require("tau", _is_float32(self.tau) and self.tau >= 0, "a finite number of at least 0")
+        self._require("clip", _is_float32(self.clip) and 0 < _float32(self.clip) <= 1, "in (0, 1]")
+
+    def _check_feedback(self) -> None:
+        self._require_bool("feedback")
+        self._require_one_of("residual", "local", "group")
+        for name in ("eta", "a"):
+            value = getattr(self, name)
+            self._require(name, _is_float32(value) and 0 <= value <= 1, "in [0, 1]")
+        for name in ("beta1", "beta2"):
+            value = getattr(self, name)
+            self._require(name, _is_float32(value) and 0 <= value < 1, "in [0, 1)")
+        self._require_one_of("state_dtype", "auto", "tensor", "float32", "int8")
+        early = self.early_sites
+        whole = _is_int(early) and early >= 0
+        fraction = isinstance(early, float) and 0 < early < 1
+        self._require("early_sites", whole or fraction, "a count of at least 0, or a fraction in (0, 1)")
+        self._require("early_bits", self.early_bits in (4, 8) and _is_int(self.early_bits), "4 or 8")
+        self._require_one_of("rescale", "auto", "on", "off")
+
+    def _check_policy_and_transport(self) -> None:
+        self._require_one_of("policy", "auto", "all", "off")
+        self._require("min_bytes", _is_int(self.min_bytes) and self.min_bytes >= 0, "a number of bytes of at least 0")
+        given = self.dtypes if isinstance(self.dtypes, (tuple, list, set, frozenset)) else (self.dtypes,)
+        names = tuple(str(dtype).removeprefix("torch.") for dtype in given)
+        self._require("dtypes", set(names) <= set(DTYPES), f"among {', '.join(DTYPES)}")
+        object.__setattr__(self, "dtypes", tuple(name for name in DTYPES if name in names))
+        self._require_regex("allow")
+        self._require_regex("deny")
+        self._require_one_of("fabric", "auto", "peer", "wire")
+        self._require(
+            "workspace_bytes",
+            _is_int(self.workspace_bytes) and self.workspace_bytes >= 4 << 20,
+            "at least 4 MiB (4194304)",
+        )
+        seconds = self.timeout.total_seconds() if isinstance(self.timeout, timedelta) else self.timeout
+        positive = seconds is None or (_is_float32(seconds) and seconds > 0)
+        self._require("timeout", positive, "None or more than 0 seconds")
+        object.__setattr__(self, "timeout", None if seconds is None else float(seconds))
+        self._require_bool("diagnostics")
+        self._require_bool("allow_shared_gpu")
+
+    def _require(self, name: str, holds: bool, limit: str) -> None:
+        if not holds:
+            variable = f"ECHO_{name.upper()}"
+            hint = f" ({variable}={os.environ[variable]!r} is set)" if variable in os.environ else ""
+            raise ValueError(f"{name}={getattr(self, name)!r} must be {limit}{hint}")
+
+    def _require_one_of(self, name: str, *choices: str) -> None:
+        self._require(name, getattr(self, name) in choices, f"one of {', '.join(map(repr, choices))}")
+
+    def _require_bool(self, name: str) -> None:
+        self._require(name, isinstance(getattr(self, name), bool), "True or False")
+
+    def _require_regex(self, name: str) -> None:
+        pattern = getattr(self, name)
+        self._require(name, isinstance(pattern, str), "a regular expression as text ('' for none)")
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            self._require(name, False, f"a regular expression: {error}")
+        # The search itself runs in C++ with ECMAScript syntax, where these would be errors or mean something else.
+        self._require(
+            name,
+            not re.search(r"\(\?(?![:=!])|\\[AZ]", pattern),
+            "without Python-only syntax such as (?i), (?P<x>) or \\Z",
+        )
+
+    @property
+    def run_elems(self) -> int:
+        """Elements per rotated run; 0 without rotation."""
+        return 0 if self.rotation == "none" else self.rotation_size or self.group_size
+
+    def to_config(self) -> Any:
+        """The same values as the C++ side takes them. Raises ImportError where the extension cannot be loaded."""
+        config = build.extension().Config()
+        resolved = {
+            "rotation_size": self.run_elems,
+            "dtypes": list(self.dtypes),
+            "timeout_s": -1.0 if self.timeout is None else self.timeout,
+            "early_count": self.early_sites if _is_int(self.early_sites) else 0,
+            "early_fraction": 0.0 if _is_int(self.early_sites) else self.early_sites,
+        }
+        skipped = {"rotation", "timeout", "early_sites", "inner_options"}
+        for name, value in (dataclasses.asdict(dataclasses.replace(self, inner_options=None)) | resolved).items():
+            if name not in skipped:
+                setattr(config, name, value)
+        return config
+
+    def fingerprint(self) -> str:
+        """What ranks of a group must have in common, as JSON text: all options, and what the code was built from."""
+        values = dataclasses.asdict(dataclasses.replace(self, inner_options=None))
+        del values["inner_options"]
+        return json.dumps(build.identity() | values)
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_float32(value: Any) -> bool:
+    """Whether a number is finite also after rounding to the fp32 that kernels take."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        return False
+    return abs(value) < 3.4e38
+
+
+def _float32(value: float) -> float:
+    return float(struct.unpack("f", struct.pack("f", value))[0])
+
+
+def option_names() -> tuple[str, ...]:
+    return tuple(f.name for f in dataclasses.fields(Options) if f.name != "inner_options")
+
+
+def variables_in_effect() -> dict[str, str]:
+    """The ECHO_* variables that this package reads and that are set now."""
+    known = [f"ECHO_{name.upper()}" for name in (*option_names(), *_PLAIN_VARIABLES)]
+    return {name: os.environ[name] for name in known if name in os.environ}
+
+
+def is_off() -> bool:
+    """ECHO_OFF=1: forward every call exactly, whatever else is set. A value that is neither 1 nor 0 is taken as 1."""
+    text = os.environ.get("ECHO_OFF", "").lower()
+    if text not in _TRUE + _FALSE:
+        _warn_once("ECHO_OFF", f"ECHO_OFF={text!r} is neither 1 nor 0; taken as 1")
+    return text not in _FALSE
+
+
+def replaced_backends() -> tuple[str, ...]:
+    """ECHO_REPLACE=nccl|gloo (or both, with a comma): backend names that are to mean echo. Other names are warned about
+    and left out."""
+    names = _names(os.environ.get("ECHO_REPLACE", "").lower())
+    unknown = [name for name in names if name not in ("nccl", "gloo")]
+    if unknown:
+        warnings.warn(f"ECHO_REPLACE={os.environ['ECHO_REPLACE']!r}: only nccl and gloo can be replaced", stacklevel=2)
+    return tuple(name for name in names if name in ("nccl", "gloo"))
+
+
+def replace_in_children(*names: str) -> None:
+    """Set ECHO_REPLACE for processes that this one starts."""
+    os.environ["ECHO_REPLACE"] = ",".join(names)
+
+
+def log_level() -> str:
+    """ECHO_LOG=off|info|debug; info if unset or not one of them."""
+    level = os.environ.get("ECHO_LOG", "info").lower()
+    if level not in ("off", "info", "debug"):
+        _warn_once("ECHO_LOG", f"ECHO_LOG={level!r} is none of off, info, debug; using info")
+        return "info"
+    return level
+
+
+def _warn_once(key: str, message: str) -> None:
+    if key not in _already_warned:
+        _already_warned.add(key)
+        warnings.warn(message, stacklevel=3)
+
+
+def _warn_mistyped_variables() -> None:
+    """Say so where an ECHO_* variable is no option but looks like one; unlike names belong to other programs and are
+    left alone."""
+    known = [name.upper() for name in (*option_names(), *_PLAIN_VARIABLES)]
+    for variable in os.environ:
+        name = variable.removeprefix("ECHO_")
+        if name == variable or name in known:
+            continue
+        if near := difflib.get_close_matches(name, known, n=1, cutoff=0.75):
+            _warn_once(variable, f"{variable} is not an option of echo; did you mean ECHO_{near[0]}?")

@@ -1,0 +1,206 @@
+"""The calls a user makes beside torch.distributed's own: what would be quantized and why, what was, and how to say
+otherwise."""
+
+import contextlib
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from . import build
+from .options import Options
+
+DIRECTIONS = ("forward", "backward", "recompute")
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """The answer of `explain`: true if the call would be quantized."""
+
+    quantized: bool
+    reason: str
+    facts: dict[str, Any] = field(default_factory=dict)
+
+    def __bool__(self) -> bool:
+        return self.quantized
+
+    def __str__(self) -> str:
+        call = " ".join(f"{name}={value}" for name, value in self.facts.items())
+        return f"{'quantized' if self.quantized else 'exact'}: {self.reason}" + (f"\n  for {call}" if call else "")
+
+
+def explain(
+    tensor: Any = None,
+    *,
+    numel: int | None = None,
+    shape: Sequence[int] | None = None,
+    dtype: Any = None,
+    group: Any = None,
+    options: Options | None = None,
+    **facts: Any,
+) -> Explanation:
+    """Whether an all-reduce would be quantized, and why; decided by the function that decides real calls, without
+    communicating.
+
+    Args:
+        tensor: a tensor as it would be reduced, any shape; or give `numel` or `shape`, and `dtype` (torch.dtype or
+            name, default bfloat16).
+        group: an echo group: its options, size and description count. Without one, `options` (default: `Options()`) and
+            two ranks.
+        facts: the situation, where it differs from a call inside a plain module's forward: op="SUM", device="cpu",
+            context="forward" | "backward" | "recompute" | "none", role=0 (1 embedding, 2 output layer), group_size,
+            group_desc, coalesced, exact, and others that the error for an unknown name lists.
+
+    With a tensor and a group and nothing else, the answer is for a call made here and now, in the module and pass that
+    are running.
+
+    Raises ValueError for a group that is no echo group, or for unknown facts.
+    """
+    extension = build.extension()
+    pg = _echo_of(group) if group is not None else None
+    if tensor is not None and pg is not None and not facts:
+        quantized, reason = pg._explain(tensor)
+        return Explanation(quantized, reason, _facts_of_tensor(tensor))
+    known = _facts_of_tensor(tensor) if tensor is not None else _facts_of_size(numel, shape, dtype)
+    if pg is not None:
+        known |= {"group_size": pg.size(), "group_desc": pg._desc()}
+    known |= facts
+    config = pg._config if pg is not None else (options or Options()).to_config()
+    quantized, reason = extension.decide(config, known)
+    return Explanation(quantized, reason, known)
+
+
+def stats(group: Any = None) -> dict[str, Any]:
+    """What was quantized and forwarded so far, on this rank: of `group`, or summed over all echo groups that exist.
+
+    Returns calls_quantized, bytes_quantized (of tensors), calls_forwarded, bytes_forwarded, forwarded (reason -> calls
+    and bytes), wire_bytes (sent by this rank, padding included), state_bytes, passes and sites (quantized calls of the
+    pass under way or just over) by direction; for one group also rank, size, fabric, fault and, with
+    `Options(diagnostics=True)`, the norms of the error [6.1].
+
+    Raises ValueError for a group that is no echo group.
+    """
+    if group is not None:
+        return dict(_echo_of(group)._stats())
+    total: dict[str, Any] = {}
+    groups = _live_groups()
+    for pg in groups:
+        _add(total, {name: value for name, value in pg._stats().items() if name not in ("rank", "size", "diagnostics")})
+    return total | {"groups": len(groups)}
+
+
+def new_pass(direction: str, group: Any = None) -> None:
+    """Say that a pass starts with the next call, where no module call or autograd run shows it; same on all ranks [5].
+
+    Args:
+        direction: "forward", "backward" or "recompute"; later calls count as this direction.
+        group: an echo group; None: all of the process.
+    """
+    _check_direction(direction)
+    if group is None:
+        build.extension().new_pass(direction)
+    else:
+        _echo_of(group)._new_pass(direction)
+
+
+@contextlib.contextmanager
+def exact() -> Iterator[None]:
+    """Within this block no call of this process is quantized. Must enclose the same calls on all ranks. Nests."""
+    extension = build.extension()
+    extension.exact_enter()
+    try:
+        yield
+    finally:
+        extension.exact_exit()
+
+
+def all_reduce(tensor: Any, group: Any = None, direction: str = "forward", async_op: bool = False) -> Any:
+    """Sum `tensor` over the group in place, quantized whatever the policy says: for engines that choose their calls
+    themselves [4.1].
+
+    Args:
+        tensor: dense float32, bfloat16 or float16 tensor of any shape and numel >= 1, on a device of the group.
+        group: an echo group; None: the default group.
+        direction: the pass that it belongs to, "forward", "backward" or "recompute"; announce its start with
+            `new_pass`.
+        async_op: return a Work to wait for; otherwise wait here.
+
+    Raises ValueError for unsupported tensors or a group that is no echo group, DistBackendError where a rank fails or
+    is late.
+    """
+    _check_direction(direction)
+    work = _echo_of(group)._all_reduce(tensor, async_op, direction)
+    if async_op:
+        return work
+    if work is not None:
+        work.wait()
+    return None
+
+
+def _check_direction(direction: str) -> None:
+    if direction not in DIRECTIONS:
+        raise ValueError(f"direction={direction!r} must be one of {', '.join(map(repr, DIRECTIONS))}")
+
+
+def _facts_of_tensor(tensor: Any) -> dict[str, Any]:
+    import torch
+
+    sparse = tensor.layout != torch.strided
+    return {
+        "numel": tensor.numel(),
+        "ndim": tensor.dim(),
+        "dtype": str(tensor.dtype).removeprefix("torch."),
+        "device": tensor.device.type,
+    } | ({"sparse": True} if sparse else {})
+
+
+def _facts_of_size(numel: int | None, shape: Sequence[int] | None, dtype: Any) -> dict[str, Any]:
+    if (numel is None) == (shape is None):
+        raise ValueError("explain needs a tensor, or one of numel= and shape=")
+    count = numel if shape is None else math.prod(shape)
+    dims = 2 if shape is None else len(shape)
+    return {"numel": count, "ndim": dims, "dtype": str(dtype or "bfloat16").removeprefix("torch.")}
+
+
+def _add(total: dict[str, Any], values: dict[str, Any]) -> None:
+    """Sum numbers, merge dictionaries, and leave out what cannot be summed."""
+    for name, value in values.items():
+        if isinstance(value, dict):
+            _add(total.setdefault(name, {}), value)
+        elif isinstance(value, (int, float)) and not isinstance(value, bool):
+            total[name] = total.get(name, 0) + value
+
+
+def _echo_in(group: Any) -> Any:
+    """The echo backend of a c10d group, or None. Under TORCH_DISTRIBUTED_DEBUG=DETAIL it sits inside a checking
+    wrapper."""
+    echo_class = build.extension().ProcessGroupEcho
+    for device in group._device_types:
+        backend = group._get_backend(device)
+        while hasattr(backend, "wrapped_pg"):
+            backend = backend.wrapped_pg
+        if isinstance(backend, echo_class):
+            return backend
+    return None
+
+
+def _echo_of(group: Any) -> Any:
+    import torch.distributed as dist
+
+    pg = dist.group.WORLD if group is None else group
+    if pg is None:
+        raise ValueError("there is no default process group; call init_process_group first")
+    if not isinstance(pg, dist.ProcessGroup):
+        raise ValueError(f"{group!r} is no process group that this rank is a member of")
+    found = _echo_in(pg)
+    if found is None:
+        raise ValueError(f"the group uses the backend {dist.get_backend(pg)!r}, not 'echo'")
+    return found
+
+
+def _live_groups() -> list[Any]:
+    """The echo backends of all groups that torch.distributed knows now, each once."""
+    from torch.distributed import distributed_c10d as c10d
+
+    found = [_echo_in(pg) for pg in c10d._world.pg_map if isinstance(pg, c10d.ProcessGroup)]
+    return [pg for pg in found if pg is not None]
