@@ -164,6 +164,7 @@ class CMakeBuild(build_ext):
                 "the C++ compiler linked its own copy of libstdc++ into the extension, which crashes beside torch's.\n"
                 f"Use the system compiler:\n    CC=/usr/bin/gcc CXX=/usr/bin/g++ CUDAHOSTCXX=/usr/bin/g++ {INSTALL}"
             )
+        target.unlink(missing_ok=True)  # never written in place: a running program may have it mapped
         shutil.copy2(built, target)
         write_build_info(target.parent / "_build_info.py", torch, nvcc)
 

@@ -89,9 +89,11 @@ class Agreement:
             self.store.wait(keys, timeout)
         except Exception as error:
             waited = f"after {time.monotonic() - start:.1f} s (time-out {timeout.total_seconds():g} s)"
-            raise DistBackendError(
-                f"echo: this group cannot be created. {self._who_is_missing()} {waited}: {error}"
-            ) from error
+            problem = f"{self._who_is_missing()} {waited}"
+            if self.rank == 0:
+                with contextlib.suppress(Exception):  # for those who come later
+                    self.store.set("verdict", json.dumps(problem))
+            raise DistBackendError(f"echo: this group cannot be created. {problem}: {error}") from error
 
     def _who_is_missing(self) -> str:
         try:

@@ -131,7 +131,6 @@ struct Copies {
 
   __device__ __forceinline__ int32_t after(int32_t rank) const { return rank + 1 == job.site.plan.rank ? rank + 2 : rank + 1; }
   __device__ __forceinline__ Encoded<kElems> load(const Lane& lane, const GroupAt& at, int32_t rank) const {
-    if (rank >= job.site.plan.world_size) return {};
     return load_encoded<kElems>(lane, at, view_tile(job.site.plan.codec, job.tile_groups, tiles.base + rank * tiles.stride_bytes));
   }
 };
@@ -153,7 +152,7 @@ __device__ __forceinline__ void sum_ranks(const Copies<kElems>& copies, const La
     }
     float term[kElems];
     decode_group(lane, arriving, term);
-    arriving = copies.load(lane, at, copies.after(rank));
+    if (copies.after(rank) < plan.world_size) arriving = copies.load(lane, at, copies.after(rank));
 #pragma unroll
     for (int e = 0; e < kElems; ++e) sum[e] = sum[e] + term[e];
   }
@@ -384,6 +383,7 @@ void push(const Call& call, GroupRange groups, int64_t tile_groups, std::byte* t
 }
 
 void reduce(const Call& call, GroupRange groups, int64_t tile_groups, PeerTiles peers, std::byte* tile) {
+  if (call.site.plan.world_size < 2) throw std::invalid_argument("echo reduce: a rank alone has nothing to reduce");
   with_shape(call.site.plan, groups, call.site.plan.feedback.enabled, [&]<DType kDType, int kElems, bool kFeedback>(unsigned blocks) {
     reduce_kernel<kDType, kElems, kFeedback><<<blocks, kThreads, 0, stream_of(call)>>>(make_job(call, groups, tile_groups), peers, tile);
   });

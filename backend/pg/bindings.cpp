@@ -118,8 +118,6 @@ py::dict errors_dict(const SiteErrors& errors) {
 
 py::dict stats_dict(ProcessGroupEcho& group) {
   const GroupReport report = group.report();
-  // Sites of the pass under way if it has any, else of the one before.
-  std::array<int64_t, kDirections> sites = report.sites;
   py::dict forwarded;
   for (const auto& [reason, count] : report.counts.forwarded_by_reason) {
     py::dict entry;
@@ -145,7 +143,7 @@ py::dict stats_dict(ProcessGroupEcho& group) {
   dict["state_bytes"] = report.state_bytes;
   dict["workspace_bytes"] = report.workspace_bytes;
   dict["passes"] = by_direction(report.passes);
-  dict["sites"] = by_direction(sites);
+  dict["sites"] = by_direction(report.sites);
   dict["sites_last"] = by_direction(report.last_sites);
   if (!group.config().diagnostics) return dict;
   py::dict diagnostics;

@@ -53,7 +53,7 @@ std::string cause_of(const std::exception& error) {
 std::string ProcessGroupEcho::describe_call(const at::Tensor& tensor) const {
   return c10::str(
       "rank ", getRank(), " of ", getSize(), ": quantized all_reduce number ", calls_, " (", tensor.numel(), " elements, ",
-      tensor.scalar_type(), ") of group '", description(), "'");
+      dtype_name(tensor.scalar_type()), ") of group '", description(), "'");
 }
 
 WorkPtr ProcessGroupEcho::issue(const at::Tensor& tensor, const CallOptions& options, const CallOrigin& origin) {

@@ -14,33 +14,6 @@ namespace {
 
 constexpr int64_t kIdlePasses = 3;  // passes with nothing quantized before a warning
 
-std::string_view dtype_name(at::ScalarType dtype) {
-  switch (dtype) {
-    case at::kFloat:
-      return "float32";
-    case at::kBFloat16:
-      return "bfloat16";
-    case at::kHalf:
-      return "float16";
-    case at::kDouble:
-      return "float64";
-    case at::kLong:
-      return "int64";
-    case at::kInt:
-      return "int32";
-    case at::kShort:
-      return "int16";
-    case at::kChar:
-      return "int8";
-    case at::kByte:
-      return "uint8";
-    case at::kBool:
-      return "bool";
-    default:
-      return c10::toString(dtype);
-  }
-}
-
 std::string_view op_name(const c10d::ReduceOp& op) {
   constexpr std::string_view kNames[] = {"SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR", "PREMUL_SUM"};
   const auto index = static_cast<size_t>(op.op_);
@@ -79,6 +52,37 @@ ProcessGroupEcho::~ProcessGroupEcho() {
   worker_->stop(false, std::chrono::seconds(1));
   core_->wire.tear_down();
   inner_.clear();
+}
+
+std::string_view dtype_name(at::ScalarType dtype) {
+  switch (dtype) {
+    case at::kFloat:
+      return "float32";
+    case at::kBFloat16:
+      return "bfloat16";
+    case at::kHalf:
+      return "float16";
+    case at::kDouble:
+      return "float64";
+    case at::kLong:
+      return "int64";
+    case at::kInt:
+      return "int32";
+    case at::kShort:
+      return "int16";
+    case at::kChar:
+      return "int8";
+    case at::kByte:
+      return "uint8";
+    case at::kBool:
+      return "bool";
+    case at::kComplexFloat:
+      return "complex64";
+    case at::kComplexDouble:
+      return "complex128";
+    default:
+      return c10::toString(dtype);
+  }
 }
 
 int64_t dense_bytes(const Tensors& tensors) {
@@ -162,7 +166,7 @@ WorkPtr ProcessGroupEcho::all_reduce_quantized(
   const CallOrigin origin = current_origin();
   const CallFacts facts = facts_of(tensor, "SUM", origin);
   TORCH_CHECK_VALUE(
-      quantizable_elem_bytes(facts.dtype) > 0, "all_reduce got a tensor of dtype ", tensor.scalar_type(),
+      quantizable_elem_bytes(facts.dtype) > 0, "all_reduce got a tensor of dtype ", facts.dtype,
       ", but only bfloat16, float16 and float32 can be quantized");
   TORCH_CHECK_VALUE(!facts.sparse, "all_reduce got a tensor of layout ", tensor.layout(), ", but needs a dense one");
   TORCH_CHECK_VALUE(
@@ -198,6 +202,7 @@ GroupReport ProcessGroupEcho::report() {
   report.fault = core_->fault.text();
   report.counts = core_->stats.snapshot();
   report.fabric = report.counts.quantized.calls > 0 ? "wire" : "none";
+  report.workspace_bytes = core_->workspace_bytes;
   const std::lock_guard lock(issue_mutex_);
   report.state_bytes = states_.total_bytes();
   for (int d = 0; d < kDirections; ++d) {

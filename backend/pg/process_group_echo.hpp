@@ -39,6 +39,9 @@ using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 using Tensors = std::vector<at::Tensor>;
 using TensorLists = std::vector<std::vector<at::Tensor>>;
 
+// The dtype's name in torch, as options and facts have it.
+std::string_view dtype_name(at::ScalarType dtype);
+
 // Bytes of the elements; sparse tensors count as none.
 int64_t dense_bytes(const Tensors& tensors);
 

@@ -36,6 +36,7 @@ void exchange(GroupCore& core, QuantizedCall& call) {
     before = Diagnostics::measure_before(call.wire.tensor, correction_of(call.wire), *call.inner);
   }
   const wire::Receipt receipt = wire::all_reduce(call.wire, *call.inner, core.workspace);
+  core.workspace_bytes = core.workspace.bytes.defined() ? core.workspace.bytes.numel() : 0;
   core.stats.add_wire(receipt.wire_bytes, receipt.padding_bytes);
   if (core.config.diagnostics) core.diagnostics.measure_after(call.site, before, call.wire.tensor);
 }

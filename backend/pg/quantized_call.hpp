@@ -28,6 +28,7 @@ struct GroupCore {
   GroupStats stats;
   WireGroups wire;
   wire::Workspace workspace;  // used by one call at a time
+  std::atomic<int64_t> workspace_bytes{0};
   Diagnostics diagnostics;
 };
 

@@ -111,7 +111,7 @@ void validate_codec(const Config& config) {
       run, ", but must be a power of two that divides group_size (", group, "), or 0 for none");
   parse_quantizer(config.quantizer);
   parse_scale_dtype(config.scale_dtype);
-  check_range("tau", config.tau, 0.0, 1e6);
+  TORCH_CHECK_VALUE(config.tau >= 0.0, "tau is ", config.tau, ", but must not be negative");
   TORCH_CHECK_VALUE(config.clip > 0.0 && config.clip <= 1.0, "clip is ", config.clip, ", but must lie in (0, 1]");
 }
 
