@@ -19,7 +19,8 @@ import sysconfig
 from pathlib import Path
 from typing import Any, NoReturn
 
-from setuptools import Extension, setup
+import setuptools
+from setuptools import Extension
 from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).resolve().parent
@@ -32,13 +33,12 @@ def stop(message: str) -> NoReturn:
 
 
 def installed_torch() -> Any:
-    """The torch module of this environment; its plugins are not loaded, since a broken echo must not prevent its own
-    repair."""
+    """torch as installed, without its plugins: a broken echo must not prevent its own repair."""
     os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
     try:
         import torch
     except Exception as error:
-        stop(f"torch cannot be imported here ({error}).\nInstall the torch you use first, then run\n    {INSTALL}")
+        stop(f"torch cannot be imported ({error}).\nWith torch installed, let the build see it:\n    {INSTALL}")
     minor = tuple(int(part) for part in torch.__version__.split(".")[:2])
     if not OLDEST_TORCH <= minor <= NEWEST_TORCH:
         stop(f"it needs torch >= 2.9, < 2.15, and this environment has torch {torch.__version__}")
@@ -62,8 +62,7 @@ def pip_cuda_folders(*names: str) -> list[Path]:
 
 
 def find_nvcc(torch: Any) -> Path | None:
-    """An nvcc of torch's CUDA major version; None if torch has no CUDA or the user declined; otherwise the build stops
-    with advice."""
+    """An nvcc of torch's CUDA major version; None if CUDA is not wanted. The build stops where one is missing."""
     if not torch.version.cuda or os.environ.get("ECHO_CUDA") == "0":
         return None
     major, minor = (int(part) for part in torch.version.cuda.split(".")[:2])
@@ -111,8 +110,7 @@ def source_hash() -> str:
     byte."""
     digest = hashlib.sha256()
     files = [p for p in (ROOT / "backend").rglob("*") if p.suffix in {".h", ".cpp", ".cu", ".cuh", ".txt"}]
-    files += [p for p in (ROOT / "echo_pg").rglob("*.py") if p.name != "_build_info.py"]
-    for path in sorted(files):
+    for path in sorted(files + [p for p in (ROOT / "echo_pg").rglob("*.py") if p.name != "_build_info.py"]):
         digest.update(str(path.relative_to(ROOT)).encode() + b"\0" + path.read_bytes() + b"\0")
     return digest.hexdigest()[:16]
 
@@ -184,7 +182,8 @@ class CMakeBuild(build_ext):
         if nvcc:
             definitions["CMAKE_CUDA_COMPILER"] = str(nvcc)
             definitions["ECHO_CUDA_RUNTIME"] = cuda_runtime(torch, nvcc)
-        generator = ["-G", "Ninja"] if shutil.which("ninja") else []
+        fresh = not (build / "CMakeCache.txt").exists()
+        generator = ["-G", "Ninja"] if fresh and shutil.which("ninja") else []
         flags = [f"-D{name}={value}" for name, value in definitions.items()]
         return ["-S", str(ROOT / "backend"), "-B", str(build), *generator, *flags]
 
@@ -195,4 +194,6 @@ class CMakeBuild(build_ext):
             shutil.copy2(source.parent / "_build_info.py", ROOT / "echo_pg/_build_info.py")
 
 
-setup(ext_modules=[Extension("echo_pg._C", sources=[])], cmdclass={"build_ext": CMakeBuild})
+if importlib.util.find_spec("wheel") is None and int(setuptools.__version__.split(".")[0]) <= 70:
+    stop(f"setuptools {setuptools.__version__} is too old to build wheels alone.\n    pip install -U setuptools")
+setuptools.setup(ext_modules=[Extension("echo_pg._C", sources=[])], cmdclass={"build_ext": CMakeBuild})

@@ -4,7 +4,6 @@ The live check makes a group, compares a quantized all-reduce with the exact one
 turn; it takes at most 20 seconds and ends with a non-zero exit code if anything is wrong.
 """
 
-import os
 import platform
 import statistics
 import time
@@ -24,13 +23,13 @@ _ERROR_LIMIT = 0.3
 
 def main(device: str = "auto") -> int:
     """Print the report; returns the exit code: 0 if all is well."""
-    rank = int(os.environ.get("RANK", "0"))
-    live = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= set(os.environ)
-    problems = _installation(say=print if rank == 0 else lambda *_: None)
-    if live and not problems:
-        problems = _live_check(rank, int(os.environ["WORLD_SIZE"]), device)
-    if rank == 0:
-        if not live:
+    launched = options.launched_ranks()
+    first = launched is None or launched[0] == 0
+    problems = _installation(say=print if first else lambda *_: None)
+    if launched and not problems:
+        problems = _live_check(*launched, device)
+    if first:
+        if not launched:
             print("\nFor a live check over two ranks:  torchrun --nproc-per-node 2 -m echo_pg doctor")
         print("\n" + ("\n".join(f"PROBLEM: {problem}" for problem in problems) or "All is well."))
     return 1 if problems else 0
@@ -87,13 +86,13 @@ def _cuda_prospects(torch: Any, built: Any) -> str:
     return f"forwarded to NCCL on devices {old} (older than sm_80)" if old else f"{torch.cuda.device_count()} usable"
 
 
-def _live_check(rank: int, size: int, device_name: str) -> list[str]:
+def _live_check(rank: int, size: int, local_rank: int, device_name: str) -> list[str]:
     """Make a group and try it. Returns the problems that this rank or, by exchange, any other rank saw."""
     import torch
     import torch.distributed as dist
 
     use_cuda = torch.cuda.is_available() if device_name == "auto" else device_name == "cuda"
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", rank))) if use_cuda else torch.device("cpu")
+    device = torch.device("cuda", local_rank) if use_cuda else torch.device("cpu")
     if use_cuda:
         torch.cuda.set_device(device)
     deadline = time.monotonic() + _TIME_LIMIT_S

@@ -17,7 +17,7 @@ _LEVELS = {"off": logging.CRITICAL + 1, "info": logging.INFO, "debug": logging.D
 _SEVERITIES = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING}
 
 
-class _Stderr(logging.StreamHandler[Any]):
+class _Stderr(logging.StreamHandler):
     """Writes to what sys.stderr is at that moment, so that a redirected stream is honoured."""
 
     def __init__(self) -> None:

@@ -320,6 +320,15 @@ def replace_in_children(*names: str) -> None:
     os.environ["ECHO_REPLACE"] = ",".join(names)
 
 
+def launched_ranks() -> tuple[int, int, int] | None:
+    """(rank, world size, rank on this host) as torchrun sets them; None for a program started by itself."""
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    if not all(name in os.environ for name in names):
+        return None
+    rank, size, local = (int(os.environ[name]) for name in names[:3])
+    return rank, size, local
+
+
 def log_level() -> str:
     """ECHO_LOG=off|info|debug; info if unset or not one of them."""
     level = os.environ.get("ECHO_LOG", "info").lower()

@@ -2,8 +2,8 @@
 
 torchrun --nproc-per-node 4 examples/huggingface.py Qwen/Qwen3-8B "Why is the sky blue?"
 
-Echo leaves small tensors exact, because sending fewer bits of them saves no time: here a prompt of some hundred tokens is
-quantized, a short one and the single tokens written afterwards are not. ECHO_MIN_BYTES=0 quantizes them all.
+Echo leaves small tensors exact, because sending fewer bits of them saves no time: here a prompt of some hundred tokens
+is quantized, a short one and the single tokens written afterwards are not. ECHO_MIN_BYTES=0 quantizes them all.
 """
 
 import os

@@ -261,7 +261,7 @@ def parse_arguments():
     parser.add_argument("--out", type=Path, default=Path("quickstart-out"), help="folder for everything written")
     parser.add_argument("--windows", type=int, default=8, help="windows of text to read")
     parser.add_argument("--length", type=int, default=512, help="tokens in a window")
-    parser.add_argument("--new-tokens", type=int, default=16, help="tokens to generate")
+    parser.add_argument("--new-tokens", type=int, default=12, help="tokens to generate")
     parser.add_argument("--prompt", default="Once upon a time, there was a little")
     return parser.parse_args()
 

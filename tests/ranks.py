@@ -6,6 +6,7 @@ imports. Whatever happens, no process outlives the call.
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import pickle
@@ -80,10 +81,8 @@ def _collect(pipes: list[Connection], deadline: float) -> list[Any]:
     while open_pipes and (remaining := deadline - time.monotonic()) > 0:
         for pipe in wait(list(open_pipes), timeout=remaining):
             rank = open_pipes.pop(pipe)  # type: ignore[call-overload]
-            try:
+            with contextlib.suppress(EOFError):
                 outcomes[rank] = pickle.loads(pipe.recv_bytes())  # type: ignore[union-attr]
-            except EOFError:
-                pass
     for rank in open_pipes.values():
         outcomes[rank] = RankError("did not finish in time")
     return outcomes

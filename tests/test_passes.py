@@ -1,151 +1,290 @@
-"""Hooks on modules and autograd, with a stand-in for the extension that notes what it is told. No extension needed."""
+"""Passes told apart by module calls, autograd and by hand, and what policy auto makes of them; lanes, early sites, the
+state pool, diagnostics."""
 
-import gc
+from __future__ import annotations
+
+from typing import Any
 
 import pytest
 import torch
-from torch import nn
+import torch.distributed as dist
+from ranks import run_ranks
+from test_backend import contribution, echo_group
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from echo_pg import passes
+
+class Reduce(torch.autograd.Function):
+    """A tensor-parallel region: sums in forward, and the gradient in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        x = x.clone()
+        dist.all_reduce(x, group=group)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        grad = grad.clone()
+        dist.all_reduce(grad, group=ctx.group)
+        return grad, None
 
 
-# -------------------------------------------------------------------------------------------------------------------
-class Recorder:
-    """Stands for the extension: notes enter and exit with the depth at which they come."""
+class Layer(nn.Module):
+    def __init__(self, group: Any) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16, bias=False, dtype=torch.bfloat16)
+        self.group = group
 
-    def __init__(self):
-        self.depth, self.events, self.hooked = 0, [], None
-
-    def module_enter(self, role):
-        self.depth += 1
-        self.events.append((self.depth, role))
-        return self.depth
-
-    def module_exit(self):
-        self.depth -= 1
-
-    def backward_enter(self):
-        self.events.append("backward")
-
-    def backward_exit(self):
-        self.events.append("backward ends")
-
-    def set_hooks_installed(self, installed):
-        self.hooked = installed
-
-
-@pytest.fixture
-def recorder():
-    assert not passes._handles, "hooks of a real group are installed"
-    made = Recorder()
-    passes.install(made)
-    yield made
-    passes.uninstall(made)
+    def forward(self, x: Tensor) -> Tensor:
+        return Reduce.apply(self.linear(x), self.group)
 
 
 class Model(nn.Module):
-    def __init__(self):
+    def __init__(self, group: Any, layers: int, checkpointed: str = "") -> None:
         super().__init__()
-        self.embed = nn.Embedding(8, 4)
-        self.body = nn.Linear(4, 4)
-        self.lm_head = nn.Sequential(nn.Linear(4, 8))
+        self.layers = nn.ModuleList(Layer(group) for _ in range(layers))
+        self.checkpointed = checkpointed
 
-    def forward(self, tokens):
-        return self.lm_head(self.body(self.embed(tokens)))
-
-
-TOKENS = torch.tensor([1, 2])
-
-
-def test_depth_and_roles(recorder):
-    model = nn.ModuleDict({"wrapped": Model()})["wrapped"]
-    model(TOKENS)
-    plain, embedding, output = passes.PLAIN, passes.EMBEDDING, passes.OUTPUT
-    assert recorder.events == [(1, plain), (2, embedding), (2, plain), (2, output), (3, output)]
-    assert recorder.depth == 0 and recorder.hooked is True
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            reentrant = self.checkpointed == "reentrant"
+            x = checkpoint(layer, x, use_reentrant=reentrant) if self.checkpointed else layer(x)
+        return x
 
 
-def test_output_layer_that_only_the_model_knows(recorder):
-    class Named(Model):
-        def __init__(self):
+def sample() -> Tensor:
+    torch.manual_seed(0)
+    return torch.randn(8, 16).bfloat16().requires_grad_()
+
+
+def run_training(rank: int, size: int, checkpointed: str) -> dict[str, Any]:
+    import echo_pg
+
+    group = echo_group(policy="auto")
+    model = Model(group, 4, checkpointed)
+    for _ in range(3):
+        model(sample()).float().sum().backward()
+        for parameter in model.parameters():
+            dist.all_reduce(parameter.grad, group=group)  # outside of modules and autograd: a gradient over replicas
+    return echo_pg.stats(group)
+
+
+@pytest.mark.parametrize("checkpointed", ["", "reentrant", "non-reentrant"])
+def test_forward_backward_and_recompute(checkpointed: str) -> None:
+    stats = run_ranks(run_training, 2, checkpointed)[0]
+    assert stats["forwarded"] == {"outside a module and autograd": {"calls": 12, "bytes": 12 * 16 * 16 * 2}}
+    # Each of the four layers is checkpointed on its own, so each recomputation is a pass of one site. A non-reentrant
+    # checkpoint stops once the tensors that backward needs are there: before the sum, which nothing saves.
+    recomputed = {"": 0, "reentrant": 12, "non-reentrant": 0}[checkpointed]
+    assert stats["passes"] == {"forward": 3, "backward": 3, "recompute": recomputed}
+    assert stats["sites"] == {"forward": 4, "backward": 4, "recompute": min(recomputed, 1)}
+
+
+def run_roles(rank: int, size: int) -> dict[str, int]:
+    """Which calls policy auto quantizes, by where they come from."""
+    import echo_pg
+
+    group = echo_group(policy="auto")
+    outcomes = {}
+
+    def counted(name: str, call: Any) -> None:
+        before = echo_pg.stats(group)["calls_quantized"]
+        call()
+        outcomes[name] = echo_pg.stats(group)["calls_quantized"] - before
+
+    def reduce(*_: Any) -> None:
+        dist.all_reduce(torch.ones(4, 8, dtype=torch.bfloat16), group=group)
+
+    class Plain(nn.Module):
+        def __init__(self, child: nn.Module | None = None) -> None:
             super().__init__()
-            self.unembed = self.lm_head
-            del self.lm_head
+            self.child = child
 
-        def get_output_embeddings(self):
-            return self.unembed
+        def forward(self, x: Any) -> Any:
+            if self.child is not None:
+                self.child(x)
+            else:
+                reduce()
+            return x
 
-        def forward(self, tokens):
-            return self.unembed(self.embed(tokens))
+    tokens = torch.zeros(2, 2, dtype=torch.int64)
+    embedding = nn.Embedding(4, 4)
+    embedding.register_forward_hook(reduce)  # where parallelize_module sums
+    linear = nn.Linear(2, 2)
+    linear.register_forward_hook(reduce)
+    lm_head = nn.Linear(2, 2)
+    lm_head.register_forward_hook(reduce)
 
-    model = Named()
-    model(TOKENS)
-    assert recorder.events[-2:] == [(2, passes.OUTPUT), (3, passes.OUTPUT)]
+    class LanguageModel(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = Plain(linear)
+            self.lm_head = lm_head
 
+        def forward(self, x: Tensor) -> Tensor:
+            return self.lm_head(x)
 
-@pytest.mark.parametrize(
-    ("name", "role"),
-    [
-        ("VocabParallelEmbedding", passes.EMBEDDING),
-        ("LmHeadLinearAllreduce", passes.OUTPUT),
-        ("ParallelLMHead", passes.OUTPUT),
-        ("OptimizedModule", passes.OPAQUE),
-        ("RowParallelLinear", passes.PLAIN),
-    ],
-)
-def test_roles_by_class_name(name, role):
-    assert passes.role_of(type(name, (nn.Module,), {})()) == role
-
-
-def test_an_exception_leaves_no_module_open(recorder):
-    model = Model()
-    with pytest.raises(IndexError):
-        model(torch.tensor([99]))
-    with pytest.raises(TypeError):
-        model()
-    assert recorder.depth == 0
-
-
-def test_models_are_neither_marked_nor_kept_alive(recorder):
-    model = Model()
-    before = set(vars(model.lm_head))
-    model(TOKENS)
-    assert set(vars(model.lm_head)) == before and passes._output_layers and passes._scanned_roots
-    del model
-    gc.collect()
-    assert not passes._output_layers and not passes._scanned_roots
+    leaf = torch.ones(4, 8, dtype=torch.bfloat16, requires_grad=True)
+    counted("outside", reduce)
+    counted("module", lambda: Plain()(0))
+    counted("embedding", lambda: Plain(embedding)(tokens))
+    counted("linear", lambda: Plain(linear)(torch.ones(2, 2)))
+    counted("output layer", lambda: LanguageModel()(torch.ones(2, 2)))
+    handle = leaf.register_post_accumulate_grad_hook(reduce)
+    counted("parameter gradient", lambda: (leaf * 2).sum().backward())
+    handle.remove()
+    inner = leaf * 2
+    inner.register_hook(reduce)
+    counted("gradient of a value", lambda: inner.sum().backward())
+    with echo_pg.exact():
+        counted("exact", lambda: Plain()(0))
+    return outcomes
 
 
-def test_backward_and_recomputation(recorder):
-    model = Model()
-    hidden = checkpoint(model.body, model.embed(TOKENS), use_reentrant=False)
-    recorder.events.clear()
-    hidden.sum().backward()
-    assert recorder.events == ["backward", (1, passes.PLAIN), "backward ends"]
-    recorder.events.clear()
-    torch.autograd.grad(model(TOKENS).sum(), model.body.weight)
-    assert recorder.events[-2:] == ["backward", "backward ends"] and recorder.depth == 0
-    leaf = torch.ones(1, requires_grad=True)
-    with pytest.raises(RuntimeError):
-        leaf.detach().sum().backward()
-    assert recorder.events[-1] == "backward ends"
+def test_roles_under_policy_auto() -> None:
+    assert run_ranks(run_roles, 2)[0] == {
+        "outside": 0, "module": 1, "embedding": 0, "linear": 1, "output layer": 0, "parameter gradient": 0,
+        "gradient of a value": 1, "exact": 0,
+    }  # fmt: skip
 
 
-def test_uninstalling_restores_torch():
-    before = torch.autograd.graph._engine_run_backward
-    made = Recorder()
-    passes.install(made)
-    assert torch.autograd._engine_run_backward is torch.autograd.graph._engine_run_backward is not before
-    passes.uninstall(made)
-    assert torch.autograd._engine_run_backward is torch.autograd.graph._engine_run_backward is before
-    Model()(TOKENS)
-    assert made.events == [] and made.hooked is False
+def run_by_hand(rank: int, size: int) -> list[dict[str, int]]:
+    import echo_pg
+
+    group, other = echo_group(policy="all"), echo_group(policy="all")
+    seen = []
+
+    def reduce(count: int, where: Any = group) -> None:
+        for _ in range(count):
+            dist.all_reduce(contribution(rank), group=where)
+
+    reduce(2)
+    echo_pg.new_pass("backward", group)
+    reduce(3)
+    echo_pg.new_pass("forward")
+    reduce(1)
+    echo_pg.all_reduce(contribution(rank), group, direction="backward")
+    if rank == 0:
+        nn.Identity()(0)  # a module call without a call of the group starts nothing
+    reduce(1)
+    reduce(1, other)
+    for where in group, other:
+        seen += [echo_pg.stats(where)["passes"], echo_pg.stats(where)["sites"], echo_pg.stats(where)["sites_last"]]
+    return seen
 
 
-def test_hooks_do_not_break_a_compiled_graph(recorder):
-    model = torch.compile(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), backend="eager", fullgraph=True)
-    model(torch.ones(2, 4))
-    recorder.events.clear()
-    model(torch.ones(2, 4)).sum().backward()
-    assert recorder.events == [(1, passes.OPAQUE), "backward", "backward ends"] and recorder.depth == 0
+def test_passes_by_hand() -> None:
+    assert run_ranks(run_by_hand, 2)[0] == [
+        {"forward": 2, "backward": 1, "recompute": 0},
+        {"forward": 2, "backward": 4, "recompute": 0},
+        {"forward": 2, "backward": 0, "recompute": 0},
+        {"forward": 1, "backward": 0, "recompute": 0},
+        {"forward": 1, "backward": 0, "recompute": 0},
+        {"forward": 0, "backward": 0, "recompute": 0},
+    ]
+
+
+def run_lanes(rank: int, size: int) -> list[int]:
+    import echo_pg
+
+    group = echo_group(policy="all", diagnostics=True)
+
+    def start() -> Any:
+        return dist.all_reduce(contribution(rank), group=group, async_op=True)
+
+    first, second = start(), start()
+    first.wait()
+    third = start()  # takes the lane that waiting for the first has freed
+    second.wait()
+    third.wait()
+    start()  # dropped without waiting: its lane is free at once
+    start().wait()
+    dist.all_reduce(contribution(rank), group=group)
+    return [site["lane"] for site in echo_pg.stats(group)["diagnostics"]["forward"]]
+
+
+def test_lanes() -> None:
+    for lanes in run_ranks(run_lanes, 2):
+        assert lanes == [0, 1, 0, 0, 0, 0]
+
+
+def run_diagnostics(rank: int, size: int) -> list[dict[str, Any]]:
+    import echo_pg
+
+    group = echo_group(policy="all", diagnostics=True, rotation="hadamard")
+    echo_pg.new_pass("forward", group)
+    for site in range(3):
+        tensor = contribution(rank, seed=site)
+        dist.all_reduce(tensor, group=group)
+        exact = sum(contribution(r, seed=site).double() for r in range(size))
+        measured = echo_pg.stats(group)["diagnostics"]["forward"][-1]
+        rho = tensor.double() - exact
+        assert abs(measured["rho_l2"] - float(rho.norm())) < 1e-9 and measured["rho_max"] == float(rho.abs().max())
+    return echo_pg.stats(group)["diagnostics"]["forward"]
+
+
+def test_diagnostics() -> None:
+    sites = run_ranks(run_diagnostics, 3)[0]
+    assert [site["site"] for site in sites] == [0, 1, 2]
+    assert sites[0]["delta_l2"] == sites[0]["rho_l2"] == sites[0]["partial_l2"]
+    assert sites[2]["delta_l2"] != sites[2]["rho_l2"], "later sites carry corrections"
+    assert sites[2]["partial_l2"] < sum(site["rho_l2"] for site in sites) * 0.7, "feedback makes errors cancel"
+
+
+def wire_bytes_of_a_pass(group: Any, model: nn.Module, grad: bool) -> int:
+    import echo_pg
+
+    before = echo_pg.stats(group)["wire_bytes"]
+    with torch.set_grad_enabled(grad):
+        model(sample())
+    return echo_pg.stats(group)["wire_bytes"] - before
+
+
+def run_early(rank: int, size: int) -> list[int]:
+    sites, found = 4, []
+    for early in (0, 1, 0.5, 0.1):
+        group = echo_group(policy="auto", early_sites=early)
+        model = Model(group, sites)
+        found += [wire_bytes_of_a_pass(group, model, grad) for grad in (False, False, False, True)]
+    return found
+
+
+def test_early_sites() -> None:
+    found = run_ranks(run_early, 2)[0]
+    narrow = found[0]
+    step = 2 * 128 * 4 // 8  # what a site costs more in 8 bits: a group of 128, sent once and gathered once
+    extra = [(value - narrow) // step for value in found]
+    assert extra[:4] == [0, 0, 0, 0]
+    assert extra[4:8] == [1, 1, 1, 0], "a count; with gradients no site is early"
+    assert extra[8:12] == [4, 2, 2, 0], "a fraction: all sites until the length of a pass is known"
+    assert extra[12:16] == [4, 0, 0, 0], "a tenth of four sites is none"
+
+
+def run_shapes(rank: int, size: int) -> tuple[list[int], list[int]]:
+    """State bytes over passes of changing shapes, and over one pass that never ends."""
+    import echo_pg
+
+    passes = echo_group(policy="all")
+    sizes = torch.randint(1, 5000, (1000,), generator=torch.Generator().manual_seed(0)).tolist()
+    by_pass = []
+    for numel in sizes:
+        echo_pg.new_pass("forward", passes)
+        for _ in range(2):
+            dist.all_reduce(torch.ones(numel, dtype=torch.bfloat16), group=passes)
+        by_pass.append(echo_pg.stats(passes)["state_bytes"])
+    endless = echo_group(policy="all")
+    by_call = []
+    for numel in sizes[:300]:
+        dist.all_reduce(torch.ones(numel, dtype=torch.bfloat16), group=endless)
+        by_call.append(echo_pg.stats(endless)["state_bytes"])
+    return by_pass, by_call
+
+
+def test_memory_does_not_grow_with_the_number_of_shapes() -> None:
+    by_pass, by_call = run_ranks(run_shapes, 2, timeout=120)[0]
+    largest = 2 * (5000 + 2 * 40 + 32) + 256  # two averages: codes and a scale per group, padded
+    assert max(by_pass) <= largest
+    assert by_pass == sorted(by_pass), "storage only grows, to what the largest pass needs"
+    assert max(by_call) <= 2 * 64 * largest

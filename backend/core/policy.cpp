@@ -1,5 +1,5 @@
-// The rules, in the order in which a call is told why it stays exact: what the collective cannot do, what the caller switched off, what the
-// group is for, where the call comes from.
+// The rules, in the order in which a call is told why it stays exact: what the collective cannot do, what the caller
+// switched off, what the group is for, where the call comes from.
 #include "policy.h"
 
 #include <algorithm>
@@ -15,8 +15,9 @@ struct NameRule {
   GroupKind kind;
 };
 
-// Descriptions that Megatron-Core, DeepSpeed and DeviceMesh give their groups; the first rule that matches counts. Where a sum is over
-// replicas of parameters, over tokens, or over host copies of a group, its values are no partial sums of activations.
+// Descriptions that Megatron-Core, DeepSpeed and DeviceMesh give their groups; the first rule that matches counts.
+// Where a sum is over replicas of parameters, over tokens, or over host copies of a group, its values are no partial
+// sums of activations.
 constexpr NameRule kNameRules[] = {
     {Match::kSuffix, "GLOO", GroupKind::kDenied},
     {Match::kSuffix, "cpu", GroupKind::kDenied},
@@ -81,7 +82,8 @@ std::string obstacle(const PolicyRules& rules, const CallFacts& facts) {
   return {};
 }
 
-// Without hooks or after a pass announced by hand, a context of kNone may still be a forward: trusted in allow-listed groups only.
+// Without hooks or after a pass announced by hand, a context of kNone may still be a forward: trusted in allow-listed
+// groups only.
 bool in_pass(const CallFacts& facts) {
   if (facts.context != CallContext::kNone) return true;
   return facts.group == GroupKind::kAllowed && (!facts.hooks || facts.hand_set);

@@ -1,6 +1,8 @@
-// Which all-reduces are quantized: a pure function of facts that are equal on all ranks, never of values. In doubt, exact.
+// Which all-reduces are quantized: a pure function of facts that are equal on all ranks, never of values. In doubt,
+// exact.
 //
-// The facts come from the issuing thread. Every refusal has a short reason, a stable string: statistics count by it and users read it.
+// The facts come from the issuing thread. Every refusal has a short reason, a stable string: statistics count by it and
+// users read it.
 #pragma once
 
 #include <cstdint>
@@ -17,7 +19,8 @@ enum class PolicyMode : uint8_t { kAuto, kAll, kOff };
 // What a group is for, by its description.
 enum class GroupKind : uint8_t { kNeutral, kAllowed, kDenied, kDeniedByUser };
 
-// Where the call comes from: inside a module's forward, autograd's backward, a forward run again by it, or none of them.
+// Where the call comes from: inside a module's forward, autograd's backward, a forward run again by it, or none of
+// them.
 enum class CallContext : uint8_t { kNone, kForward, kBackward, kRecompute };
 
 // kOpaque: a compiled module, inside which modules are entered unseen.
@@ -32,9 +35,9 @@ struct PolicyRules {
 };
 
 struct CallFacts {
-  std::string_view op = "SUM";           // name of the c10d reduce operation
+  std::string_view op = "SUM";  // name of the c10d reduce operation
   std::string_view dtype = "bfloat16";
-  std::string_view device_obstacle;      // why this device's tensors cannot be quantized here, empty if they can
+  std::string_view device_obstacle;  // why this device's tensors cannot be quantized here, empty if they can
   int64_t tensors = 1;
   int64_t numel = 0;
   int64_t ndim = 2;
@@ -43,12 +46,12 @@ struct CallFacts {
   CallContext context = CallContext::kNone;
   ModuleRole role = ModuleRole::kPlain;
   bool sparse = false;
-  bool coalesced = false;                // between startCoalescing and endCoalescing
-  bool exact = false;                    // inside exact()
-  bool capturing = false;                // the stream records a graph
-  bool parameter_gradient = false;       // the current node accumulates a gradient, or backward runs no node at all
-  bool hooks = true;                     // module hooks are installed, so that a context of kNone means something
-  bool hand_set = false;                 // the caller announced a pass by hand
+  bool coalesced = false;           // between startCoalescing and endCoalescing
+  bool exact = false;               // inside exact()
+  bool capturing = false;           // the stream records a graph
+  bool parameter_gradient = false;  // the current node accumulates a gradient, or backward runs no node at all
+  bool hooks = true;                // module hooks are installed, so that a context of kNone means something
+  bool hand_set = false;            // the caller announced a pass by hand
 };
 
 struct Decision {

@@ -15,6 +15,11 @@ constexpr int kRingSlots = 2 * kLookAhead + 1;
 constexpr int64_t kWireTileElemsCpu = 1 << 18;
 constexpr int64_t kWireTileElemsCuda = 1 << 22;
 
+// Peer memory on CPU: bytes of a ring slot (a tile), lanes at most, and the workspace below which a group does without.
+constexpr int64_t kPeerSlotBytes = 64 << 10;
+constexpr int32_t kPeerMaxLanes = 4;
+constexpr int64_t kPeerMinWorkspaceBytes = 4 << 20;
+
 // Bytes of the buffers that one tile of `tile_groups` groups needs on a rank: sent, received and gathered from everyone, reduced once.
 inline int64_t wire_slot_bytes(const Plan& plan, int64_t tile_groups) {
   return (3 * plan.world_size + 1) * tile_bytes(plan.codec, tile_groups);

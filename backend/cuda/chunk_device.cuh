@@ -19,11 +19,13 @@ struct ChunkWords {
   uint32_t at[2 * kElemBytes];
 };
 
-// The first `present` elements at `from`, zeros behind them; one or two wide loads if the chunk is whole and aligned to its size (32 bytes: to 16).
+// The elements at `from`, zeros behind the last: `remaining` of them exist from there on, none if it is negative. One or two wide loads if the chunk is
+// whole and aligned to its size (32 bytes: to 16). `remaining` is not clamped to 0..8 on purpose: ptxas 13.0 for sm_90 turns "clamped == 8" into the
+// predicate of a VIMNMX.RELU, which says the opposite (seen on an H200, where absent chunks were then stored).
 template <int kElemBytes>
-static __device__ __forceinline__ ChunkWords<kElemBytes> load_chunk(const std::byte* from, int present, bool aligned) {
+static __device__ __forceinline__ ChunkWords<kElemBytes> load_chunk(const std::byte* from, int remaining, bool aligned) {
   ChunkWords<kElemBytes> words = {};
-  if (present == kChunkElems && aligned) {
+  if (remaining >= kChunkElems && aligned) {
     if constexpr (kElemBytes == 1) {
       const uint2 pair = *reinterpret_cast<const uint2*>(from);
       words.at[0] = pair.x;
@@ -42,7 +44,7 @@ static __device__ __forceinline__ ChunkWords<kElemBytes> load_chunk(const std::b
   }
 #pragma unroll
   for (int i = 0; i < kChunkElems; ++i) {
-    if (i >= present) continue;
+    if (i >= remaining) continue;
     if constexpr (kElemBytes == 1) {
       words.at[i / 4] |= static_cast<uint32_t>(reinterpret_cast<const uint8_t*>(from)[i]) << (8 * (i % 4));
     } else if constexpr (kElemBytes == 2) {
@@ -54,10 +56,10 @@ static __device__ __forceinline__ ChunkWords<kElemBytes> load_chunk(const std::b
   return words;
 }
 
-// Writes the first `present` elements and nothing beyond them.
+// Writes the elements that exist and nothing beyond them.
 template <int kElemBytes>
-static __device__ __forceinline__ void store_chunk(const ChunkWords<kElemBytes>& words, std::byte* to, int present, bool aligned) {
-  if (present == kChunkElems && aligned) {
+static __device__ __forceinline__ void store_chunk(const ChunkWords<kElemBytes>& words, std::byte* to, int remaining, bool aligned) {
+  if (remaining >= kChunkElems && aligned) {
     if constexpr (kElemBytes == 1) {
       *reinterpret_cast<uint2*>(to) = make_uint2(words.at[0], words.at[1]);
     } else {
@@ -71,7 +73,7 @@ static __device__ __forceinline__ void store_chunk(const ChunkWords<kElemBytes>&
   }
 #pragma unroll
   for (int i = 0; i < kChunkElems; ++i) {
-    if (i >= present) continue;
+    if (i >= remaining) continue;
     if constexpr (kElemBytes == 1) {
       reinterpret_cast<uint8_t*>(to)[i] = static_cast<uint8_t>(words.at[i / 4] >> (8 * (i % 4)));
     } else if constexpr (kElemBytes == 2) {

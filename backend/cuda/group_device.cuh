@@ -75,9 +75,9 @@ static __device__ __forceinline__ Lane make_lane(const Site& site, int64_t first
 
 static __device__ __forceinline__ int32_t chunk_of(const Lane& lane, int part) { return (part << lane.lanes_log2) + lane.index; }
 
-// Elements of this lane's chunk `part` that exist: 0..8.
-static __device__ __forceinline__ int32_t present_in(const Lane& lane, const GroupAt& at, int part) {
-  return max(0, min(kChunkElems, at.elems - kChunkElems * chunk_of(lane, part)));
+// Elements of the group from this lane's chunk `part` on; not positive if the chunk is absent.
+static __device__ __forceinline__ int32_t remaining_in(const Lane& lane, const GroupAt& at, int part) {
+  return at.elems - kChunkElems * chunk_of(lane, part);
 }
 
 template <int kElems>
@@ -85,7 +85,7 @@ static __device__ __forceinline__ void fill_absent(const Lane& lane, const Group
   if (at.dense) return;
 #pragma unroll
   for (int e = 0; e < kElems; ++e) {
-    if (e % kChunkElems >= present_in(lane, at, e / kChunkElems)) x[e] = value;
+    if (e % kChunkElems >= remaining_in(lane, at, e / kChunkElems)) x[e] = value;
   }
 }
 
@@ -101,7 +101,7 @@ static __device__ __forceinline__ void store_elements(const Lane& lane, const Gr
 #pragma unroll
   for (int part = 0; part < kElems / kChunkElems; ++part) {
     std::byte* to = static_cast<std::byte*>(lane.site.tensor) + first_elem(lane, at, part) * kBytesOf<kDType>;
-    store_chunk(narrow_chunk<kDType>(x + kChunkElems * part), to, present_in(lane, at, part), lane.tensor_aligned);
+    store_chunk(narrow_chunk<kDType>(x + kChunkElems * part), to, remaining_in(lane, at, part), lane.tensor_aligned);
   }
 }
 
@@ -259,7 +259,7 @@ static __device__ __forceinline__ Encoded<kElems> load_encoded(const Lane& lane,
   const std::byte* codes = tile.codes + int64_t{at.slot} * static_cast<int32_t>(code_bytes(codec));
 #pragma unroll
   for (int part = 0; part < kElems / kChunkElems; ++part) {
-    if (present_in(lane, at, part) == 0) continue;
+    if (remaining_in(lane, at, part) <= 0) continue;
     if (codec.bits == 4) {
       encoded.codes[part].at[0] = reinterpret_cast<const uint32_t*>(codes)[chunk_of(lane, part)];
     } else {

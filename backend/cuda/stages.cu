@@ -235,7 +235,8 @@ __global__ void __launch_bounds__(kThreads) max_magnitude_kernel(const void* ten
   for (int64_t first = kChunkElems * thread_index(); first < numel; first += kChunkElems * thread_count()) {
     const std::byte* from = static_cast<const std::byte*>(tensor) + first * kBytesOf<kDType>;
     float x[kChunkElems];
-    widen_chunk<kDType>(load_chunk<kBytesOf<kDType>>(from, static_cast<int>(min_i64(kChunkElems, numel - first)), aligned), x);
+    const int remaining = static_cast<int>(min_i64(INT32_MAX, numel - first));
+    widen_chunk<kDType>(load_chunk<kBytesOf<kDType>>(from, remaining, aligned), x);
 #pragma unroll
     for (int i = 0; i < kChunkElems; ++i) mine = max(mine, bits_of(x[i]) & kAbsMask32);
   }

@@ -14,7 +14,7 @@ static __device__ __forceinline__ void load_wide_average(const Lane& lane, const
 #pragma unroll
   for (int part = 0; part < kElems / kChunkElems; ++part) {
     const std::byte* from = base + first_elem(lane, at, part) * kBytesOf<kDType>;
-    widen_chunk<kDType>(load_chunk<kBytesOf<kDType>>(from, present_in(lane, at, part), true), out + kChunkElems * part);
+    widen_chunk<kDType>(load_chunk<kBytesOf<kDType>>(from, remaining_in(lane, at, part), true), out + kChunkElems * part);
   }
 }
 
@@ -37,7 +37,7 @@ static __device__ __forceinline__ void load_average(const Lane& lane, const Grou
   const float scale = from_bfloat16(at.elems > 0 ? scales[lane.first_group + at.slot] : uint16_t{0});
 #pragma unroll
   for (int part = 0; part < kElems / kChunkElems; ++part) {
-    const ChunkWords<1> words = load_chunk<1>(base + first_elem(lane, at, part), present_in(lane, at, part), true);
+    const ChunkWords<1> words = load_chunk<1>(base + first_elem(lane, at, part), remaining_in(lane, at, part), true);
     unpack_chunk(CodeWords{{words.at[0], words.at[1]}}, 8, code_form(8, true), out + kChunkElems * part);
   }
 #pragma unroll
@@ -69,25 +69,25 @@ static __device__ __forceinline__ void store_average(const Lane& lane, const Gro
   for (int part = 0; part < kElems / kChunkElems; ++part) {
     const float* x = values + kChunkElems * part;
     std::byte* to = base + first_elem(lane, at, part) * state_elem_bytes(dtype);
-    const int32_t present = present_in(lane, at, part);
+    const int32_t remaining = remaining_in(lane, at, part);
     if (dtype == StateDType::kInt8) {
       float codes[kChunkElems];
 #pragma unroll
       for (int i = 0; i < kChunkElems; ++i) codes[i] = encode_int8_state(x[i], inverse);
       const CodeWords words = pack_chunk(codes, 8, code_form(8, true));
-      store_chunk(ChunkWords<1>{{words.at[0], words.at[1]}}, to, present, true);
+      store_chunk(ChunkWords<1>{{words.at[0], words.at[1]}}, to, remaining, true);
     } else if (dtype == StateDType::kFloat32) {
       ChunkWords<4> words;
 #pragma unroll
       for (int i = 0; i < kChunkElems; ++i) words.at[i] = bits_of(x[i]);
-      store_chunk(words, to, present, true);
+      store_chunk(words, to, remaining, true);
     } else {
       ChunkWords<2> words;
 #pragma unroll
       for (int i = 0; i < kChunkElems; i += 2) {
         words.at[i / 2] = store_state16(x[i], dtype) | static_cast<uint32_t>(store_state16(x[i + 1], dtype)) << 16;
       }
-      store_chunk(words, to, present, true);
+      store_chunk(words, to, remaining, true);
     }
   }
 }
@@ -100,7 +100,7 @@ static __device__ __forceinline__ void load_contribution(const Lane& lane, const
 #pragma unroll
   for (int part = 0; part < kElems / kChunkElems; ++part) {
     const std::byte* from = static_cast<const std::byte*>(lane.site.tensor) + first_elem(lane, at, part) * kBytesOf<kDType>;
-    words[part] = load_chunk<kBytesOf<kDType>>(from, present_in(lane, at, part), lane.tensor_aligned);
+    words[part] = load_chunk<kBytesOf<kDType>>(from, remaining_in(lane, at, part), lane.tensor_aligned);
   }
   const bool corrected = kFeedback && plan.feedback.enabled && !plan.first_site;
   if (corrected) {

@@ -1,9 +1,9 @@
-// The module echo_pg._C. Python objects are held where they can outlive the interpreter only by being leaked; whatever may block runs without the GIL.
+// The module echo_pg._C. Python objects are held where they can outlive the interpreter only by being leaked; whatever
+// may block runs without the GIL.
 #include <torch/csrc/utils/pybind.h>
 
 #include <pybind11/chrono.h>
 #include <pybind11/functional.h>
-
 
 #include "../cpu/stages.h"
 #include "bindings.hpp"
@@ -76,9 +76,9 @@ WireGroups::Make wire_maker(py::function make) {
   };
 }
 
-c10::intrusive_ptr<ProcessGroupEcho> make_group(
-    const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, const Config& config, const py::dict& inner_by_device,
-    py::function make_wire, std::chrono::milliseconds timeout) {
+c10::intrusive_ptr<ProcessGroupEcho> make_group(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
+                                                const Config& config, const py::dict& inner_by_device,
+                                                py::function make_wire, std::chrono::milliseconds timeout) {
   GroupSetup setup;
   setup.store = store;
   setup.rank = rank;
@@ -149,7 +149,8 @@ py::dict stats_dict(ProcessGroupEcho& group) {
   py::dict diagnostics;
   for (int d = 0; d < kDirections; ++d) {
     py::list sites_of_pass;
-    for (const SiteErrors& errors : group.site_errors(static_cast<Direction>(d))) sites_of_pass.append(errors_dict(errors));
+    for (const SiteErrors& errors : group.site_errors(static_cast<Direction>(d)))
+      sites_of_pass.append(errors_dict(errors));
     diagnostics[kDirectionNames[d]] = sites_of_pass;
   }
   dict["diagnostics"] = diagnostics;
@@ -201,25 +202,30 @@ void bind_signals(py::module_& m) {
 
 void bind_group(py::module_& m) {
   const auto no_gil = py::call_guard<py::gil_scoped_release>();
-  py::class_<ProcessGroupEcho, c10d::Backend, c10::intrusive_ptr<ProcessGroupEcho>>(m, "ProcessGroupEcho", py::dynamic_attr())
+  py::class_<ProcessGroupEcho, c10d::Backend, c10::intrusive_ptr<ProcessGroupEcho>>(m, "ProcessGroupEcho",
+                                                                                    py::dynamic_attr())
+      .def(py::init(&make_group), py::arg("store"), py::arg("rank"), py::arg("size"), py::arg("config"),
+           py::arg("inner_by_device"), py::arg("make_wire"), py::arg("timeout"))
       .def(
-          py::init(&make_group), py::arg("store"), py::arg("rank"), py::arg("size"), py::arg("config"),
-          py::arg("inner_by_device"), py::arg("make_wire"), py::arg("timeout"))
-      .def("_all_reduce",
-           [](ProcessGroupEcho& group, const at::Tensor& tensor, bool async_op, const std::optional<std::string>& direction) {
-             std::optional<Direction> forced;
-             if (direction) forced = parse_direction(*direction);
-             return group.all_reduce_quantized(tensor, async_op, forced);
-           },
-           py::arg("tensor"), py::arg("async_op") = false, py::arg("direction") = py::none(), no_gil)
-      .def("_explain",
-           [](ProcessGroupEcho& group, const at::Tensor& tensor, const std::string& op) {
-             const Decision decision = group.explain(tensor, op);
-             return std::pair(decision.quantize, decision.reason);
-           },
-           py::arg("tensor"), py::arg("op") = "SUM", no_gil)
-      .def("_new_pass",
-           [](ProcessGroupEcho& group, const std::string& direction) { group.new_pass(parse_direction(direction)); }, no_gil)
+          "_all_reduce",
+          [](ProcessGroupEcho& group, const at::Tensor& tensor, bool async_op,
+             const std::optional<std::string>& direction) {
+            std::optional<Direction> forced;
+            if (direction) forced = parse_direction(*direction);
+            return group.all_reduce_quantized(tensor, async_op, forced);
+          },
+          py::arg("tensor"), py::arg("async_op") = false, py::arg("direction") = py::none(), no_gil)
+      .def(
+          "_explain",
+          [](ProcessGroupEcho& group, const at::Tensor& tensor, const std::string& op) {
+            const Decision decision = group.explain(tensor, op);
+            return std::pair(decision.quantize, decision.reason);
+          },
+          py::arg("tensor"), py::arg("op") = "SUM", no_gil)
+      .def(
+          "_new_pass",
+          [](ProcessGroupEcho& group, const std::string& direction) { group.new_pass(parse_direction(direction)); },
+          no_gil)
       .def("_stats", &stats_dict)
       .def("_fault", [](ProcessGroupEcho& group) { return group.report().fault; })
       .def("_desc", &ProcessGroupEcho::description)

@@ -31,36 +31,35 @@ struct NamedFacts {
 using Setter = std::function<void(NamedFacts&, py::handle)>;
 
 template <typename Value>
-Setter set(Value CallFacts::*field) {
+Setter set(Value CallFacts::* field) {
   return [field](NamedFacts& named, py::handle value) { named.facts.*field = value.cast<Value>(); };
 }
 
 template <typename Value>
-Setter set(Value NamedFacts::*field) {
+Setter set(Value NamedFacts::* field) {
   return [field](NamedFacts& named, py::handle value) { named.*field = value.cast<Value>(); };
 }
 
 std::map<std::string, Setter> fact_setters() {
-  return {
-      {"op", set(&NamedFacts::op)},
-      {"dtype", set(&NamedFacts::dtype)},
-      {"device", set(&NamedFacts::device)},
-      {"device_supported", set(&NamedFacts::device_supported)},
-      {"group_desc", set(&NamedFacts::group_desc)},
-      {"tensors", set(&CallFacts::tensors)},
-      {"numel", set(&CallFacts::numel)},
-      {"ndim", set(&CallFacts::ndim)},
-      {"group_size", set(&CallFacts::group_size)},
-      {"sparse", set(&CallFacts::sparse)},
-      {"coalesced", set(&CallFacts::coalesced)},
-      {"exact", set(&CallFacts::exact)},
-      {"capturing", set(&CallFacts::capturing)},
-      {"accumulate_grad", set(&CallFacts::parameter_gradient)},
-      {"hooks", set(&CallFacts::hooks)},
-      {"hand_set", set(&CallFacts::hand_set)},
-      {"context",
-       [](NamedFacts& named, py::handle value) { named.facts.context = parse_context(value.cast<std::string>()); }},
-      {"role", [](NamedFacts& named, py::handle value) { named.facts.role = parse_role(value.cast<int>()); }}};
+  return {{"op", set(&NamedFacts::op)},
+          {"dtype", set(&NamedFacts::dtype)},
+          {"device", set(&NamedFacts::device)},
+          {"device_supported", set(&NamedFacts::device_supported)},
+          {"group_desc", set(&NamedFacts::group_desc)},
+          {"tensors", set(&CallFacts::tensors)},
+          {"numel", set(&CallFacts::numel)},
+          {"ndim", set(&CallFacts::ndim)},
+          {"group_size", set(&CallFacts::group_size)},
+          {"sparse", set(&CallFacts::sparse)},
+          {"coalesced", set(&CallFacts::coalesced)},
+          {"exact", set(&CallFacts::exact)},
+          {"capturing", set(&CallFacts::capturing)},
+          {"accumulate_grad", set(&CallFacts::parameter_gradient)},
+          {"hooks", set(&CallFacts::hooks)},
+          {"hand_set", set(&CallFacts::hand_set)},
+          {"context",
+           [](NamedFacts& named, py::handle value) { named.facts.context = parse_context(value.cast<std::string>()); }},
+          {"role", [](NamedFacts& named, py::handle value) { named.facts.role = parse_role(value.cast<int>()); }}};
 }
 
 std::pair<bool, std::string> decide_from_python(const Config& config, const py::dict& given) {

@@ -6,14 +6,13 @@ namespace echo::pg {
 namespace {
 
 ErrorNorms norms_of(const at::Tensor& error) {
-  return ErrorNorms{
-      .l2 = error.square().sum().sqrt().item<double>(), .max_abs = error.abs().max().item<double>()};
+  return ErrorNorms{.l2 = error.square().sum().sqrt().item<double>(), .max_abs = error.abs().max().item<double>()};
 }
 
 }  // namespace
 
-Diagnostics::Before Diagnostics::measure_before(
-    const at::Tensor& tensor, const at::Tensor& correction, c10d::Backend& inner) {
+Diagnostics::Before Diagnostics::measure_before(const at::Tensor& tensor, const at::Tensor& correction,
+                                                c10d::Backend& inner) {
   const at::Tensor raw = tensor.flatten().to(at::kDouble);
   const at::Tensor added = correction.defined() ? correction.to(raw.options()) : at::zeros_like(raw);
   std::vector<at::Tensor> sums = {at::stack({raw, added})};
@@ -31,13 +30,12 @@ void Diagnostics::measure_after(const MeasuredSite& site, const Before& before, 
   }
   at::Tensor& partial = partial_sums_[d][site.key];
   partial = partial.defined() ? partial + rho : rho;
-  errors_[d].push_back(SiteErrors{
-      .site = site.site,
-      .lane = site.key.lane,
-      .numel = site.key.numel,
-      .rho = norms_of(rho),
-      .partial = norms_of(partial),
-      .delta = norms_of(rho - before.correction_sum)});
+  errors_[d].push_back(SiteErrors{.site = site.site,
+                                  .lane = site.key.lane,
+                                  .numel = site.key.numel,
+                                  .rho = norms_of(rho),
+                                  .partial = norms_of(partial),
+                                  .delta = norms_of(rho - before.correction_sum)});
 }
 
 std::vector<SiteErrors> Diagnostics::errors(Direction direction) const {

@@ -29,8 +29,8 @@ class GroupFault {
 
   void raise_if_set() const {
     if (!is_set()) return;
-    TORCH_CHECK_WITH(
-        DistBackendError, false, "this group has failed and does not resume; make a new one. First failure: ", text());
+    TORCH_CHECK_WITH(DistBackendError, false,
+                     "this group has failed and does not resume; make a new one. First failure: ", text());
   }
 
  private:

@@ -1,5 +1,5 @@
-// How a quantized call is issued: under the issue lock it gets its inner group, its place in its pass, its lane and its state; then it runs on
-// the worker (CPU tensors) or is enqueued on a stream (device tensors).
+// How a quantized call is issued: under the issue lock it gets its inner group, its place in its pass, its lane and its
+// state; then it runs on the worker (CPU tensors) or is enqueued on a stream (device tensors).
 #include <ATen/ATen.h>
 #include <ATen/ThreadLocalState.h>
 #include <ATen/record_function.h>
@@ -19,7 +19,8 @@ using std::chrono::milliseconds;
 
 constexpr milliseconds kSayWaitingAfter{30'000};
 
-// Inner exchanges have their own time limit, several of them in a row make a call; one that runs much longer is stuck inside the inner backend.
+// Inner exchanges have their own time limit, several of them in a row make a call; one that runs much longer is stuck
+// inside the inner backend.
 constexpr int kStuckFactor = 3;
 
 DType dtype_of(const at::Tensor& tensor) {
@@ -27,8 +28,8 @@ DType dtype_of(const at::Tensor& tensor) {
   return tensor.scalar_type() == at::kHalf ? DType::kFloat16 : DType::kBFloat16;
 }
 
-// Elements that share memory cannot hold a result. Dimensions sorted by stride must each step over all that the smaller ones span; the rare
-// interleaved layouts that fail this without overlapping are refused too.
+// Elements that share memory cannot hold a result. Dimensions sorted by stride must each step over all that the smaller
+// ones span; the rare interleaved layouts that fail this without overlapping are refused too.
 bool may_overlap(const at::Tensor& tensor) {
   std::vector<int64_t> dims;
   for (int64_t d = 0; d < tensor.dim(); ++d) {
@@ -51,15 +52,13 @@ std::string cause_of(const std::exception& error) {
 }  // namespace
 
 std::string ProcessGroupEcho::describe_call(const at::Tensor& tensor) const {
-  return c10::str(
-      "rank ", getRank(), " of ", getSize(), ": quantized all_reduce number ", calls_, " (", tensor.numel(), " elements, ",
-      dtype_name(tensor.scalar_type()), ") of group '", description(), "'");
+  return c10::str("rank ", getRank(), " of ", getSize(), ": quantized all_reduce number ", calls_, " (", tensor.numel(),
+                  " elements, ", dtype_name(tensor.scalar_type()), ") of group '", description(), "'");
 }
 
 WorkPtr ProcessGroupEcho::issue(const at::Tensor& tensor, const CallOptions& options, const CallOrigin& origin) {
-  TORCH_CHECK_VALUE(
-      !may_overlap(tensor), "all_reduce got a tensor whose elements may share memory (sizes ", tensor.sizes(),
-      ", strides ", tensor.strides(), "); clone it first");
+  TORCH_CHECK_VALUE(!may_overlap(tensor), "all_reduce got a tensor whose elements may share memory (sizes ",
+                    tensor.sizes(), ", strides ", tensor.strides(), "); clone it first");
   open_inner(tensor.device().type());
   std::unique_lock lock(issue_mutex_);
   const std::string what = describe_call(tensor);
@@ -89,8 +88,8 @@ WorkPtr ProcessGroupEcho::issue(const at::Tensor& tensor, const CallOptions& opt
   return work;
 }
 
-QuantizedCall ProcessGroupEcho::prepare(
-    const at::Tensor& tensor, const CallOptions& options, const CallOrigin& origin, int32_t lane) {
+QuantizedCall ProcessGroupEcho::prepare(const at::Tensor& tensor, const CallOptions& options, const CallOrigin& origin,
+                                        int32_t lane) {
   QuantizedCall call;
   call.tensor = tensor;
   call.inner = core_->wire.get(tensor.device());
@@ -98,21 +97,18 @@ QuantizedCall ProcessGroupEcho::prepare(
   const Config& config = core_->config;
   const SiteTicket ticket = passes_.book(origin, options.direction);
   if (ticket.starts_pass) states_.start_pass(ticket.direction);
-  call.site = MeasuredSite{
-      .direction = ticket.direction,
-      .starts_pass = ticket.starts_pass,
-      .site = ticket.index,
-      .key = SlotKey{.lane = lane, .numel = tensor.numel(), .dtype = dtype_of(tensor)}};
+  call.site = MeasuredSite{.direction = ticket.direction,
+                           .starts_pass = ticket.starts_pass,
+                           .site = ticket.index,
+                           .key = SlotKey{.lane = lane, .numel = tensor.numel(), .dtype = dtype_of(tensor)}};
 
   wire::Call& wire = call.wire;
-  wire.plan = make_plan(
-      config,
-      PlanRequest{
-          .numel = tensor.numel(),
-          .rank = getRank(),
-          .world_size = getSize(),
-          .dtype = dtype_of(tensor),
-          .early = is_early_site(ticket, passes_.sites_without_grad(), config.early_count, config.early_fraction)});
+  wire.plan = make_plan(config, PlanRequest{.numel = tensor.numel(),
+                                            .rank = getRank(),
+                                            .world_size = getSize(),
+                                            .dtype = dtype_of(tensor),
+                                            .early = is_early_site(ticket, passes_.sites_without_grad(),
+                                                                   config.early_count, config.early_fraction)});
   if (wire.plan.feedback.enabled) {
     const Slot slot = states_.acquire(ticket.direction, call.site.key, echo::state_bytes(wire.plan), tensor.device());
     wire.plan.first_site = slot.first_site;
@@ -126,8 +122,8 @@ QuantizedCall ProcessGroupEcho::prepare(
   return call;
 }
 
-WorkPtr ProcessGroupEcho::run_on_worker(
-    QuantizedCall call, WorkDetails details, std::unique_lock<std::mutex>& issue_lock) {
+WorkPtr ProcessGroupEcho::run_on_worker(QuantizedCall call, WorkDetails details,
+                                        std::unique_lock<std::mutex>& issue_lock) {
   auto completion = std::make_shared<Completion>(call.tensor, std::vector<c10::Device>{});
   auto work = c10::make_intrusive<WorkEcho>(completion, std::move(details));
   // Profilers keep their state per thread; it is costly to carry over, so only for them.
@@ -161,7 +157,8 @@ c10::Stream ProcessGroupEcho::side_stream(c10::Device device) {
   return side_streams_.emplace(device, impl.getStreamFromGlobalPool(device, /*isHighPriority=*/true)).first->second;
 }
 
-// Asynchronous calls run on a stream of the group's own, others on the caller's. Calls share buffers and state, so each waits for the one before.
+// Asynchronous calls run on a stream of the group's own, others on the caller's. Calls share buffers and state, so each
+// waits for the one before.
 WorkPtr ProcessGroupEcho::run_on_stream(QuantizedCall call, WorkDetails details, bool async_op) {
   const c10::Device device = call.tensor.device();
   const c10::impl::VirtualGuardImpl impl(device.type());
@@ -217,18 +214,17 @@ std::function<void(milliseconds)> ProcessGroupEcho::watch(const QuantizedCall& c
 void ProcessGroupEcho::log_first_call(c10::Device device, int64_t state_bytes) {
   if (getRank() != 0) return;
   const Config& config = core_->config;
-  emit(LogEvent{
-      "first_quantized",
-      {{"group", description()},
-       {"rank", int64_t{getRank()}},
-       {"size", int64_t{getSize()}},
-       {"fabric", std::string("wire")},
-       {"bits", config.bits},
-       {"quantizer", config.quantizer},
-       {"rotation_size", config.rotation_size},
-       {"feedback", config.feedback},
-       {"state_bytes", state_bytes},
-       {"device", device.str()}}});
+  emit(LogEvent{"first_quantized",
+                {{"group", description()},
+                 {"rank", int64_t{getRank()}},
+                 {"size", int64_t{getSize()}},
+                 {"fabric", std::string("wire")},
+                 {"bits", config.bits},
+                 {"quantizer", config.quantizer},
+                 {"rotation_size", config.rotation_size},
+                 {"feedback", config.feedback},
+                 {"state_bytes", state_bytes},
+                 {"device", device.str()}}});
 }
 
 }  // namespace echo::pg

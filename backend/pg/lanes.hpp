@@ -1,6 +1,8 @@
-// Lanes of a group: a lane is a sequence of calls each waited for before the next is issued [paper 5]; a call issued before that runs in a lane of its own.
+// Lanes of a group: a lane is a sequence of calls each waited for before the next is issued [paper 5]; a call issued
+// before that runs in a lane of its own.
 //
-// Taken and freed in program order only (issue, wait, or the caller's Work going away), never when a call happens to finish, so that all ranks agree.
+// Taken and freed in program order only (issue, wait, or the caller's Work going away), never when a call happens to
+// finish, so that all ranks agree.
 #pragma once
 
 #include <cstdint>

@@ -24,13 +24,14 @@ BackendPtr ProcessGroupEcho::inner(c10::DeviceType type) const {
   const auto found = inner_.find(type);
   if (found != inner_.end()) return found->second;
   std::string known;
-  for (const auto& [known_type, backend] : inner_) known += (known.empty() ? "" : ", ") + c10::DeviceTypeName(known_type, true);
-  TORCH_CHECK_VALUE(
-      false, "group '", description(), "' has no backend for ", c10::DeviceTypeName(type, true),
-      " tensors; it was made for: ", known);
+  for (const auto& [known_type, backend] : inner_)
+    known += (known.empty() ? "" : ", ") + c10::DeviceTypeName(known_type, true);
+  TORCH_CHECK_VALUE(false, "group '", description(), "' has no backend for ", c10::DeviceTypeName(type, true),
+                    " tensors; it was made for: ", known);
 }
 
-// torch binds a device and sets the description without telling plugins, so the inner backend learns of it at its next use.
+// torch binds a device and sets the description without telling plugins, so the inner backend learns of it at its next
+// use.
 c10d::Backend& ProcessGroupEcho::open_inner(c10::DeviceType type) {
   check_alive();
   c10d::Backend& backend = *inner(type);
@@ -47,18 +48,20 @@ c10::DeviceType ProcessGroupEcho::main_device() const {
   return c10::DeviceType::CPU;
 }
 
-// torch does not say which device a barrier is for. Where CUDA is in use, users of "nccl" expect a barrier to wait for the device too.
+// torch does not say which device a barrier is for. Where CUDA is in use, users of "nccl" expect a barrier to wait for
+// the device too.
 c10::DeviceType ProcessGroupEcho::barrier_device(const c10d::BarrierOptions& options) const {
   const c10::DeviceType main = main_device();
   if (options.device) return options.device->type();
   if (inner_.size() == 1 || !options.device_ids.empty() || getBoundDeviceId()) return main;
   const bool cuda_in_use = main == c10::DeviceType::CUDA && at::hasCUDA() &&
-      at::detail::getCUDAHooks().hasPrimaryContext(at::detail::getCUDAHooks().getCurrentDevice());
+                           at::detail::getCUDAHooks().hasPrimaryContext(at::detail::getCUDAHooks().getCurrentDevice());
   return cuda_in_use ? main : c10::DeviceType::CPU;
 }
 
 bool ProcessGroupEcho::supportsCoalescing() const {
-  return std::any_of(inner_.begin(), inner_.end(), [](const auto& entry) { return entry.second->supportsCoalescing(); });
+  return std::any_of(inner_.begin(), inner_.end(),
+                     [](const auto& entry) { return entry.second->supportsCoalescing(); });
 }
 
 void ProcessGroupEcho::startCoalescing() {
@@ -73,7 +76,8 @@ void ProcessGroupEcho::startCoalescing() {
   }
 }
 
-// Works of inner backends that cannot coalesce are kept for the end of the bracket, since torch waits for nothing else then.
+// Works of inner backends that cannot coalesce are kept for the end of the bracket, since torch waits for nothing else
+// then.
 WorkPtr ProcessGroupEcho::collect(const c10d::Backend& inner, WorkPtr work) {
   const std::lock_guard lock(bracket_mutex_);
   if (bracket_open_ && work && !inner.supportsCoalescing()) bracket_works_.push_back(work);
@@ -132,15 +136,16 @@ c10d::ErrorType ProcessGroupEcho::getError() {
   return c10d::ErrorType::SUCCESS;
 }
 
-BackendPtr ProcessGroupEcho::split(
-    const c10::intrusive_ptr<c10d::Store>&, const std::vector<int>&, const c10::intrusive_ptr<Options>&) {
+BackendPtr ProcessGroupEcho::split(const c10::intrusive_ptr<c10d::Store>&, const std::vector<int>&,
+                                   const c10::intrusive_ptr<Options>&) {
   TORCH_CHECK(
-      false, "echo groups cannot be split; make the group with torch.distributed.new_group(), and for a device mesh with ",
+      false,
+      "echo groups cannot be split; make the group with torch.distributed.new_group(), and for a device mesh with ",
       "several dimensions leave device_id out of init_process_group()");
 }
 
-BackendPtr ProcessGroupEcho::merge(
-    const c10::intrusive_ptr<c10d::Store>&, const c10::intrusive_ptr<Options>&, const int&, const int&) {
+BackendPtr ProcessGroupEcho::merge(const c10::intrusive_ptr<c10d::Store>&, const c10::intrusive_ptr<Options>&,
+                                   const int&, const int&) {
   TORCH_CHECK(false, "echo groups cannot be merged; make the group with torch.distributed.new_group()");
 }
 

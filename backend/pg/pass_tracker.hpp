@@ -1,4 +1,5 @@
-// The passes of one group: which direction a call belongs to, whether it is the first of its pass, how many sites a pass has.
+// The passes of one group: which direction a call belongs to, whether it is the first of its pass, how many sites a
+// pass has.
 //
 // A pass counts only once the group quantizes in it, so module calls that only some ranks make change nothing.
 #pragma once
@@ -60,8 +61,8 @@ class PassTracker {
   int64_t exact_passes_ = 0;
 };
 
-// True for the sites that early-site bits apply to: the first `count`, or else the first `fraction` of a pass as long as the last one, and
-// all while that is unknown; in forward passes without gradients only [paper 7.2].
+// True for the sites that early-site bits apply to: the first `count`, or else the first `fraction` of a pass as long
+// as the last one, and all while that is unknown; in forward passes without gradients only [paper 7.2].
 bool is_early_site(const SiteTicket& ticket, std::optional<int64_t> known_sites, int64_t count, double fraction);
 
 }  // namespace echo::pg

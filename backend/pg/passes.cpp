@@ -15,12 +15,13 @@ namespace {
 
 struct Frame {
   ModuleRole role = ModuleRole::kPlain;
-  // Global forward hooks run before a module's own, so an all-reduce in an embedding's own hook finds the embedding already gone: a call
-  // right after its exit still belongs to it.
+  // Global forward hooks run before a module's own, so an all-reduce in an embedding's own hook finds the embedding
+  // already gone: a call right after its exit still belongs to it.
   ModuleRole last_child = ModuleRole::kPlain;
 };
 
-// The modules entered on a thread. `base` hides those that were entered before the innermost autograd run on this thread.
+// The modules entered on a thread. `base` hides those that were entered before the innermost autograd run on this
+// thread.
 struct ThreadStack {
   std::vector<Frame> frames;
   size_t base = 0;
@@ -49,7 +50,8 @@ uint64_t new_mark() { return g_last_mark.fetch_add(1, std::memory_order_relaxed)
 
 bool gradients_off() { return !c10::GradMode::is_enabled(); }
 
-// A gradient on its way into a parameter, or a callback that autograd runs outside of any node: sums over replicas, not over partial results.
+// A gradient on its way into a parameter, or a callback that autograd runs outside of any node: sums over replicas, not
+// over partial results.
 bool is_parameter_gradient() {
   const auto node = torch::autograd::get_current_node();
   return node == nullptr || node->name().ends_with("AccumulateGrad");

@@ -1,5 +1,5 @@
-// Every other operation goes to the inner backend of its tensors' device, under the same name and with the caller's own options; what the inner
-// backend returns is returned, and what it throws is thrown.
+// Every other operation goes to the inner backend of its tensors' device, under the same name and with the caller's own
+// options; what the inner backend returns is returned, and what it throws is thrown.
 #include "gil.hpp"
 #include "process_group_echo.hpp"
 
@@ -55,26 +55,25 @@ WorkPtr ProcessGroupEcho::reduce(Tensors& tensors, const c10d::ReduceOptions& op
 }
 
 WorkPtr ProcessGroupEcho::allgather(TensorLists& outputs, Tensors& inputs, const c10d::AllgatherOptions& options) {
-  return forward(
-      device_of(inputs, main_device()), [&](auto& inner) { return inner.allgather(outputs, inputs, options); });
+  return forward(device_of(inputs, main_device()),
+                 [&](auto& inner) { return inner.allgather(outputs, inputs, options); });
 }
 
-WorkPtr ProcessGroupEcho::_allgather_base(
-    at::Tensor& output, at::Tensor& input, const c10d::AllgatherOptions& options) {
+WorkPtr ProcessGroupEcho::_allgather_base(at::Tensor& output, at::Tensor& input,
+                                          const c10d::AllgatherOptions& options) {
   return forward(input.device().type(), [&](auto& inner) { return inner._allgather_base(output, input, options); });
 }
 
-WorkPtr ProcessGroupEcho::allgather_coalesced(
-    TensorLists& outputs, Tensors& inputs, const c10d::AllgatherOptions& options) {
-  return forward(
-      device_of(inputs, main_device()), [&](auto& inner) { return inner.allgather_coalesced(outputs, inputs, options); });
+WorkPtr ProcessGroupEcho::allgather_coalesced(TensorLists& outputs, Tensors& inputs,
+                                              const c10d::AllgatherOptions& options) {
+  return forward(device_of(inputs, main_device()),
+                 [&](auto& inner) { return inner.allgather_coalesced(outputs, inputs, options); });
 }
 
-WorkPtr ProcessGroupEcho::allgather_into_tensor_coalesced(
-    Tensors& outputs, Tensors& inputs, const c10d::AllgatherOptions& options) {
-  return forward(device_of(inputs, main_device()), [&](auto& inner) {
-    return inner.allgather_into_tensor_coalesced(outputs, inputs, options);
-  });
+WorkPtr ProcessGroupEcho::allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs,
+                                                          const c10d::AllgatherOptions& options) {
+  return forward(device_of(inputs, main_device()),
+                 [&](auto& inner) { return inner.allgather_into_tensor_coalesced(outputs, inputs, options); });
 }
 
 WorkPtr ProcessGroupEcho::gather(TensorLists& outputs, Tensors& inputs, const c10d::GatherOptions& options) {
@@ -82,37 +81,37 @@ WorkPtr ProcessGroupEcho::gather(TensorLists& outputs, Tensors& inputs, const c1
 }
 
 WorkPtr ProcessGroupEcho::scatter(Tensors& outputs, TensorLists& inputs, const c10d::ScatterOptions& options) {
-  return forward(device_of(outputs, main_device()), [&](auto& inner) { return inner.scatter(outputs, inputs, options); });
+  return forward(device_of(outputs, main_device()),
+                 [&](auto& inner) { return inner.scatter(outputs, inputs, options); });
 }
 
-WorkPtr ProcessGroupEcho::reduce_scatter(
-    Tensors& outputs, TensorLists& inputs, const c10d::ReduceScatterOptions& options) {
+WorkPtr ProcessGroupEcho::reduce_scatter(Tensors& outputs, TensorLists& inputs,
+                                         const c10d::ReduceScatterOptions& options) {
   const c10::DeviceType type = device_of(outputs, device_of(inputs, main_device()));
   return forward(type, [&](auto& inner) { return inner.reduce_scatter(outputs, inputs, options); });
 }
 
-WorkPtr ProcessGroupEcho::_reduce_scatter_base(
-    at::Tensor& output, at::Tensor& input, const c10d::ReduceScatterOptions& options) {
-  return forward(input.device().type(), [&](auto& inner) { return inner._reduce_scatter_base(output, input, options); });
+WorkPtr ProcessGroupEcho::_reduce_scatter_base(at::Tensor& output, at::Tensor& input,
+                                               const c10d::ReduceScatterOptions& options) {
+  return forward(input.device().type(),
+                 [&](auto& inner) { return inner._reduce_scatter_base(output, input, options); });
 }
 
-WorkPtr ProcessGroupEcho::reduce_scatter_tensor_coalesced(
-    Tensors& outputs, Tensors& inputs, const c10d::ReduceScatterOptions& options) {
-  return forward(device_of(inputs, main_device()), [&](auto& inner) {
-    return inner.reduce_scatter_tensor_coalesced(outputs, inputs, options);
-  });
+WorkPtr ProcessGroupEcho::reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs,
+                                                          const c10d::ReduceScatterOptions& options) {
+  return forward(device_of(inputs, main_device()),
+                 [&](auto& inner) { return inner.reduce_scatter_tensor_coalesced(outputs, inputs, options); });
 }
 
-WorkPtr ProcessGroupEcho::alltoall_base(
-    at::Tensor& output, at::Tensor& input, std::vector<int64_t>& output_sizes, std::vector<int64_t>& input_sizes,
-    const c10d::AllToAllOptions& options) {
-  return forward(input.device().type(), [&](auto& inner) {
-    return inner.alltoall_base(output, input, output_sizes, input_sizes, options);
-  });
+WorkPtr ProcessGroupEcho::alltoall_base(at::Tensor& output, at::Tensor& input, std::vector<int64_t>& output_sizes,
+                                        std::vector<int64_t>& input_sizes, const c10d::AllToAllOptions& options) {
+  return forward(input.device().type(),
+                 [&](auto& inner) { return inner.alltoall_base(output, input, output_sizes, input_sizes, options); });
 }
 
 WorkPtr ProcessGroupEcho::alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllToAllOptions& options) {
-  return forward(device_of(inputs, main_device()), [&](auto& inner) { return inner.alltoall(outputs, inputs, options); });
+  return forward(device_of(inputs, main_device()),
+                 [&](auto& inner) { return inner.alltoall(outputs, inputs, options); });
 }
 
 WorkPtr ProcessGroupEcho::send(Tensors& tensors, int destination, int tag) {

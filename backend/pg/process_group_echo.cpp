@@ -1,4 +1,5 @@
-// Which calls run quantized, what the others are told, and what the group reports about itself. How a quantized call runs is in issue.cpp.
+// Which calls run quantized, what the others are told, and what the group reports about itself. How a quantized call
+// runs is in issue.cpp.
 #include "process_group_echo.hpp"
 
 #include <ATen/ATen.h>
@@ -20,7 +21,7 @@ std::string_view op_name(const c10d::ReduceOp& op) {
   return index < std::size(kNames) ? kNames[index] : "UNUSED";
 }
 
-bool is_capturing(const at::Tensor& tensor) {
+bool is_capturing([[maybe_unused]] const at::Tensor& tensor) {
 #if defined(ECHO_WITH_CUDA)
   if (tensor.is_cuda()) return c10::cuda::currentStreamCaptureStatusMayInitCtx() != c10::cuda::CaptureStatus::None;
 #endif
@@ -145,8 +146,8 @@ WorkPtr ProcessGroupEcho::allreduce(Tensors& tensors, const c10d::AllreduceOptio
   return issue(tensors[0], {.async_op = options.asyncOp, .timeout = options.timeout, .direction = {}}, origin);
 }
 
-WorkPtr ProcessGroupEcho::allreduce_exact(
-    Tensors& tensors, const c10d::AllreduceOptions& options, const std::string& reason, const CallOrigin& origin) {
+WorkPtr ProcessGroupEcho::allreduce_exact(Tensors& tensors, const c10d::AllreduceOptions& options,
+                                          const std::string& reason, const CallOrigin& origin) {
   c10d::Backend& inner = open_inner(tensors[0].device().type());
   core_->stats.add_forwarded(reason, dense_bytes(tensors));
   notice_missing_cuda(reason);
@@ -159,18 +160,17 @@ WorkPtr ProcessGroupEcho::allreduce_exact(
   return collect(inner, inner.allreduce(tensors, options));
 }
 
-WorkPtr ProcessGroupEcho::all_reduce_quantized(
-    const at::Tensor& tensor, bool async_op, std::optional<Direction> direction) {
+WorkPtr ProcessGroupEcho::all_reduce_quantized(const at::Tensor& tensor, bool async_op,
+                                               std::optional<Direction> direction) {
   const GilRelease no_gil;
   check_alive();
   const CallOrigin origin = current_origin();
   const CallFacts facts = facts_of(tensor, "SUM", origin);
-  TORCH_CHECK_VALUE(
-      quantizable_elem_bytes(facts.dtype) > 0, "all_reduce got a tensor of dtype ", facts.dtype,
-      ", but only bfloat16, float16 and float32 can be quantized");
+  TORCH_CHECK_VALUE(quantizable_elem_bytes(facts.dtype) > 0, "all_reduce got a tensor of dtype ", facts.dtype,
+                    ", but only bfloat16, float16 and float32 can be quantized");
   TORCH_CHECK_VALUE(!facts.sparse, "all_reduce got a tensor of layout ", tensor.layout(), ", but needs a dense one");
-  TORCH_CHECK_VALUE(
-      facts.device_obstacle.empty(), "all_reduce got a tensor on ", tensor.device(), ": ", facts.device_obstacle);
+  TORCH_CHECK_VALUE(facts.device_obstacle.empty(), "all_reduce got a tensor on ", tensor.device(), ": ",
+                    facts.device_obstacle);
   TORCH_CHECK_VALUE(!facts.coalesced, "all_reduce cannot be quantized inside a coalescing bracket");
   TORCH_CHECK_VALUE(!facts.capturing, "all_reduce cannot be quantized while a stream records a graph");
   open_inner(tensor.device().type());
@@ -215,33 +215,30 @@ GroupReport ProcessGroupEcho::report() {
 }
 
 void ProcessGroupEcho::warn_if_idle(int64_t passes) {
-  const auto counts = core_->stats.snapshot();
-  if (passes <= kIdlePasses || counts.quantized.calls > 0 || getRank() != 0 || getSize() < 2) return;
-  if (rules_.mode == PolicyMode::kOff) return;
+  if (passes <= kIdlePasses || getRank() != 0 || getSize() < 2 || rules_.mode == PolicyMode::kOff) return;
   const GroupKind kind = group_kind();
   if (kind == GroupKind::kDenied || kind == GroupKind::kDeniedByUser) return;
   {
     const std::lock_guard lock(issue_mutex_);
-    if (std::exchange(idle_warned_, true)) return;
+    if (calls_ > 0 || std::exchange(idle_warned_, true)) return;
   }
   emit(LogEvent{
       "nothing_quantized",
-      {{"group", description()}, {"size", int64_t{getSize()}}, {"reasons", top_reasons(counts)}}});
+      {{"group", description()}, {"size", int64_t{getSize()}}, {"reasons", top_reasons(core_->stats.snapshot())}}});
 }
 
 void ProcessGroupEcho::log_destroyed() {
   if (getRank() != 0) return;
   const auto counts = core_->stats.snapshot();
-  emit(LogEvent{
-      "destroyed",
-      {{"group", description()},
-       {"rank", int64_t{getRank()}},
-       {"size", int64_t{getSize()}},
-       {"calls_quantized", counts.quantized.calls},
-       {"bytes_quantized", counts.quantized.bytes},
-       {"calls_forwarded", counts.forwarded.calls},
-       {"bytes_forwarded", counts.forwarded.bytes},
-       {"reasons", top_reasons(counts)}}});
+  emit(LogEvent{"destroyed",
+                {{"group", description()},
+                 {"rank", int64_t{getRank()}},
+                 {"size", int64_t{getSize()}},
+                 {"calls_quantized", counts.quantized.calls},
+                 {"bytes_quantized", counts.quantized.bytes},
+                 {"calls_forwarded", counts.forwarded.calls},
+                 {"bytes_forwarded", counts.forwarded.bytes},
+                 {"reasons", top_reasons(counts)}}});
 }
 
 }  // namespace echo::pg

@@ -1,10 +1,12 @@
-// The c10d backend: all-reduces that the policy chooses run quantized, everything else goes to inner backends unchanged.
+// The c10d backend: all-reduces that the policy chooses run quantized, everything else goes to inner backends
+// unchanged.
 //
 //   allreduce -> decide (policy) -> quantized: book pass and site, take lane and state, run on the worker or a stream
 //                                -> exact:     the inner backend's own Work
 //
-// One instance may serve several device types, each with an inner backend. The order in which quantized calls are issued on the host is the
-// order on all ranks; `issue_mutex_` keeps it while a call takes its number, its lane and its place in the queue.
+// One instance may serve several device types, each with an inner backend. The order in which quantized calls are
+// issued on the host is the order on all ranks; `issue_mutex_` keeps it while a call takes its number, its lane and its
+// place in the queue.
 #pragma once
 
 #include <atomic>
@@ -19,9 +21,9 @@
 
 #include <c10/core/Event.h>
 #include <c10/core/Stream.h>
+#include <torch/version.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
-#include <torch/version.h>
 
 #include "lanes.hpp"
 #include "pass_tracker.hpp"
@@ -77,8 +79,8 @@ class ProcessGroupEcho : public c10d::Backend {
   // --- quantized or exact: process_group_echo.cpp and issue.cpp ---
   WorkPtr allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) override;
 
-  // Quantizes whatever the policy says. Throws c10::ValueError for tensors that cannot be quantized. A group of one rank and an empty tensor
-  // need no exchange: they are complete at once.
+  // Quantizes whatever the policy says. Throws c10::ValueError for tensors that cannot be quantized. A group of one
+  // rank and an empty tensor need no exchange: they are complete at once.
   WorkPtr all_reduce_quantized(const at::Tensor& tensor, bool async_op, std::optional<Direction> direction);
 
   // What allreduce() would do with this tensor if it were called here and now.
@@ -106,17 +108,14 @@ class ProcessGroupEcho : public c10d::Backend {
   bool supportsSplitting() const override { return false; }
   bool supportsCoalescing() const override;
   bool supportsTimeEstimation() const override { return false; }
-  BackendPtr split(
-      const c10::intrusive_ptr<c10d::Store>& store, const std::vector<int>& ranks,
-      const c10::intrusive_ptr<Options>& options) override;
-  BackendPtr merge(
-      const c10::intrusive_ptr<c10d::Store>& store, const c10::intrusive_ptr<Options>& options, const int& rank,
-      const int& size) override;
+  BackendPtr split(const c10::intrusive_ptr<c10d::Store>& store, const std::vector<int>& ranks,
+                   const c10::intrusive_ptr<Options>& options) override;
+  BackendPtr merge(const c10::intrusive_ptr<c10d::Store>& store, const c10::intrusive_ptr<Options>& options,
+                   const int& rank, const int& size) override;
 #if ECHO_TORCH_AT_LEAST(10)
   bool supportsShrinking() const override { return false; }
-  BackendPtr shrink(
-      const std::vector<int64_t>& ranks_to_exclude, int shrink_flags,
-      const c10::intrusive_ptr<Options>& options) override;
+  BackendPtr shrink(const std::vector<int64_t>& ranks_to_exclude, int shrink_flags,
+                    const c10::intrusive_ptr<Options>& options) override;
 #endif
 
   // --- forwarded: passthrough.cpp ---
@@ -129,18 +128,17 @@ class ProcessGroupEcho : public c10d::Backend {
   WorkPtr allgather(TensorLists& outputs, Tensors& inputs, const c10d::AllgatherOptions& options) override;
   WorkPtr _allgather_base(at::Tensor& output, at::Tensor& input, const c10d::AllgatherOptions& options) override;
   WorkPtr allgather_coalesced(TensorLists& outputs, Tensors& inputs, const c10d::AllgatherOptions& options) override;
-  WorkPtr allgather_into_tensor_coalesced(
-      Tensors& outputs, Tensors& inputs, const c10d::AllgatherOptions& options) override;
+  WorkPtr allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs,
+                                          const c10d::AllgatherOptions& options) override;
   WorkPtr gather(TensorLists& outputs, Tensors& inputs, const c10d::GatherOptions& options) override;
   WorkPtr scatter(Tensors& outputs, TensorLists& inputs, const c10d::ScatterOptions& options) override;
   WorkPtr reduce_scatter(Tensors& outputs, TensorLists& inputs, const c10d::ReduceScatterOptions& options) override;
-  WorkPtr _reduce_scatter_base(
-      at::Tensor& output, at::Tensor& input, const c10d::ReduceScatterOptions& options) override;
-  WorkPtr reduce_scatter_tensor_coalesced(
-      Tensors& outputs, Tensors& inputs, const c10d::ReduceScatterOptions& options) override;
-  WorkPtr alltoall_base(
-      at::Tensor& output, at::Tensor& input, std::vector<int64_t>& output_sizes, std::vector<int64_t>& input_sizes,
-      const c10d::AllToAllOptions& options) override;
+  WorkPtr _reduce_scatter_base(at::Tensor& output, at::Tensor& input,
+                               const c10d::ReduceScatterOptions& options) override;
+  WorkPtr reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs,
+                                          const c10d::ReduceScatterOptions& options) override;
+  WorkPtr alltoall_base(at::Tensor& output, at::Tensor& input, std::vector<int64_t>& output_sizes,
+                        std::vector<int64_t>& input_sizes, const c10d::AllToAllOptions& options) override;
   WorkPtr alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllToAllOptions& options) override;
   WorkPtr send(Tensors& tensors, int destination, int tag) override;
   WorkPtr recv(Tensors& tensors, int source, int tag) override;
@@ -167,7 +165,8 @@ class ProcessGroupEcho : public c10d::Backend {
     std::optional<Direction> direction;
   };
 
-  // The inner backend for a device type, after telling it what torch told this one. Raises if the group has failed or was closed.
+  // The inner backend for a device type, after telling it what torch told this one. Raises if the group has failed or
+  // was closed.
   c10d::Backend& open_inner(c10::DeviceType type);
   void check_alive() const;
   // The inner backend of the accelerator if there is one, else the only one.
@@ -180,8 +179,8 @@ class ProcessGroupEcho : public c10d::Backend {
 
   CallFacts facts_of(const at::Tensor& tensor, std::string_view op, const CallOrigin& origin);
   GroupKind group_kind();
-  WorkPtr allreduce_exact(
-      Tensors& tensors, const c10d::AllreduceOptions& options, const std::string& reason, const CallOrigin& origin);
+  WorkPtr allreduce_exact(Tensors& tensors, const c10d::AllreduceOptions& options, const std::string& reason,
+                          const CallOrigin& origin);
   WorkPtr issue(const at::Tensor& tensor, const CallOptions& options, const CallOrigin& origin);
   QuantizedCall prepare(const at::Tensor& tensor, const CallOptions& options, const CallOrigin& origin, int32_t lane);
   WorkPtr run_on_worker(QuantizedCall call, WorkDetails details, std::unique_lock<std::mutex>& issue_lock);
@@ -202,10 +201,10 @@ class ProcessGroupEcho : public c10d::Backend {
   std::atomic<int64_t> timeout_ms_;
   std::atomic<bool> closed_{false};
 
-  std::mutex issue_mutex_;                 // guards what follows, up to the lanes
+  std::mutex issue_mutex_;  // guards what follows, up to the lanes
   PassTracker passes_;
   StatePool states_;
-  uint64_t calls_ = 0;                     // quantized calls issued
+  uint64_t calls_ = 0;  // quantized calls issued
   bool idle_warned_ = false;
   std::string classified_description_;
   std::optional<GroupKind> kind_;

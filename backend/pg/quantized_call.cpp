@@ -10,7 +10,8 @@
 namespace echo::pg {
 namespace {
 
-// A result is written through raw pointers or below autograd: no graph, no version counter, inference tensors allowed, as in any collective.
+// A result is written through raw pointers or below autograd: no graph, no version counter, inference tensors allowed,
+// as in any collective.
 struct BelowAutograd {
   c10::NoGradGuard no_grad;
   at::AutoDispatchBelowADInplaceOrView below;
@@ -75,11 +76,12 @@ void run_quantized(GroupCore& core, QuantizedCall& call) {
   }
 }
 
-std::exception_ptr fail_call(GroupCore& core, const std::string& what, const std::string& stage, const std::string& cause) {
+std::exception_ptr fail_call(GroupCore& core, const std::string& what, const std::string& stage,
+                             const std::string& cause) {
   const std::string text = what + " failed (" + stage + "): " + cause;
   core.fault.set(text);
   core.wire.tear_down();
-  return std::make_exception_ptr(C10_BUILD_ERROR(DistBackendError, text));
+  return std::make_exception_ptr(c10::DistBackendError({__func__, __FILE__, uint32_t{__LINE__}}, text));
 }
 
 }  // namespace echo::pg

@@ -1,4 +1,5 @@
-// One quantized all-reduce from the moment its plan is fixed: what the worker or a stream runs, and what happens when it fails.
+// One quantized all-reduce from the moment its plan is fixed: what the worker or a stream runs, and what happens when
+// it fails.
 #pragma once
 
 #include <atomic>
@@ -18,7 +19,8 @@
 
 namespace echo::pg {
 
-// What the calls of a group share. Outlives the process group while a call is under way on a thread that could not be stopped.
+// What the calls of a group share. Outlives the process group while a call is under way on a thread that could not be
+// stopped.
 struct GroupCore {
   GroupCore(Config group_config, WireGroups::Make make_wire)
       : config(std::move(group_config)), wire(std::move(make_wire)) {}
@@ -33,17 +35,19 @@ struct GroupCore {
 };
 
 struct QuantizedCall {
-  at::Tensor tensor;          // the caller's, any strides without overlap
+  at::Tensor tensor;  // the caller's, any strides without overlap
   BackendPtr inner;
-  wire::Call wire;            // tensor not set yet
+  wire::Call wire;  // tensor not set yet
   MeasuredSite site;
-  std::string what;           // names the call in messages
+  std::string what;  // names the call in messages
 };
 
-// Collective; afterwards call.tensor holds the result. On failure the group is faulted, its exchange torn down, and c10::DistBackendError thrown.
+// Collective; afterwards call.tensor holds the result. On failure the group is faulted, its exchange torn down, and
+// c10::DistBackendError thrown.
 void run_quantized(GroupCore& core, QuantizedCall& call);
 
 // Faults the group; returns the error to raise for this call.
-std::exception_ptr fail_call(GroupCore& core, const std::string& what, const std::string& stage, const std::string& cause);
+std::exception_ptr fail_call(GroupCore& core, const std::string& what, const std::string& stage,
+                             const std::string& cause);
 
 }  // namespace echo::pg

@@ -32,9 +32,10 @@ std::optional<std::regex> parse_pattern(const char* field, const std::string& te
 }
 
 Quantizer parse_quantizer(const std::string& name) {
-  return parse<Quantizer>(
-      "quantizer", name,
-      {{"zero_aware", Quantizer::kZeroAware}, {"asymmetric", Quantizer::kAsymmetric}, {"symmetric", Quantizer::kSymmetric}});
+  return parse<Quantizer>("quantizer", name,
+                          {{"zero_aware", Quantizer::kZeroAware},
+                           {"asymmetric", Quantizer::kAsymmetric},
+                           {"symmetric", Quantizer::kSymmetric}});
 }
 
 Residual parse_residual(const std::string& name) {
@@ -49,12 +50,11 @@ std::optional<ScaleDType> parse_scale_dtype(const std::string& name) {
 }
 
 StateChoice parse_state_dtype(const std::string& name) {
-  return parse<StateChoice>(
-      "state_dtype", name,
-      {{"auto", StateChoice::kAuto},
-       {"tensor", StateChoice::kTensor},
-       {"float32", StateChoice::kFloat32},
-       {"int8", StateChoice::kInt8}});
+  return parse<StateChoice>("state_dtype", name,
+                            {{"auto", StateChoice::kAuto},
+                             {"tensor", StateChoice::kTensor},
+                             {"float32", StateChoice::kFloat32},
+                             {"int8", StateChoice::kInt8}});
 }
 
 // nullopt: where the scale's range asks for it.
@@ -102,13 +102,12 @@ void validate_codec(const Config& config) {
   check_bits("bits", config.bits);
   check_bits("early_bits", config.early_bits);
   const int64_t group = config.group_size;
-  TORCH_CHECK_VALUE(
-      group >= kMinGroupElems && group <= kMaxGroupElems && group % 8 == 0, "group_size is ", group,
-      ", but must be a multiple of 8 from ", kMinGroupElems, " to ", kMaxGroupElems);
+  TORCH_CHECK_VALUE(group >= kMinGroupElems && group <= kMaxGroupElems && group % 8 == 0, "group_size is ", group,
+                    ", but must be a multiple of 8 from ", kMinGroupElems, " to ", kMaxGroupElems);
   const int64_t run = config.rotation_size;
-  TORCH_CHECK_VALUE(
-      run == 0 || (run >= 2 && std::has_single_bit(static_cast<uint64_t>(run)) && group % run == 0), "rotation_size is ",
-      run, ", but must be a power of two that divides group_size (", group, "), or 0 for none");
+  TORCH_CHECK_VALUE(run == 0 || (run >= 2 && std::has_single_bit(static_cast<uint64_t>(run)) && group % run == 0),
+                    "rotation_size is ", run, ", but must be a power of two that divides group_size (", group,
+                    "), or 0 for none");
   parse_quantizer(config.quantizer);
   parse_scale_dtype(config.scale_dtype);
   TORCH_CHECK_VALUE(config.tau >= 0.0, "tau is ", config.tau, ", but must not be negative");
@@ -124,17 +123,16 @@ void validate_feedback(const Config& config) {
   TORCH_CHECK_VALUE(config.beta1 >= 0.0 && config.beta1 < 1.0, "beta1 is ", config.beta1, ", but must lie in [0, 1)");
   TORCH_CHECK_VALUE(config.beta2 >= 0.0 && config.beta2 < 1.0, "beta2 is ", config.beta2, ", but must lie in [0, 1)");
   TORCH_CHECK_VALUE(config.early_count >= 0, "early_sites is ", config.early_count, ", but must not be negative");
-  TORCH_CHECK_VALUE(
-      config.early_fraction >= 0.0 && config.early_fraction < 1.0, "early_sites is ", config.early_fraction,
-      ", but a fraction must lie in [0, 1)");
+  TORCH_CHECK_VALUE(config.early_fraction >= 0.0 && config.early_fraction < 1.0, "early_sites is ",
+                    config.early_fraction, ", but a fraction must lie in [0, 1)");
 }
 
 }  // namespace
 
 PolicyRules make_policy_rules(const Config& config) {
   PolicyRules rules;
-  rules.mode = parse<PolicyMode>(
-      "policy", config.policy, {{"auto", PolicyMode::kAuto}, {"all", PolicyMode::kAll}, {"off", PolicyMode::kOff}});
+  rules.mode = parse<PolicyMode>("policy", config.policy,
+                                 {{"auto", PolicyMode::kAuto}, {"all", PolicyMode::kAll}, {"off", PolicyMode::kOff}});
   rules.min_bytes = config.min_bytes;
   rules.dtypes = config.dtypes;
   rules.allow = parse_pattern("allow", config.allow);
@@ -146,15 +144,14 @@ void validate(const Config& config) {
   validate_codec(config);
   validate_feedback(config);
   TORCH_CHECK_VALUE(config.min_bytes >= 0, "min_bytes is ", config.min_bytes, ", but must not be negative");
-  TORCH_CHECK_VALUE(config.workspace_bytes > 0, "workspace_bytes is ", config.workspace_bytes, ", but must be positive");
+  TORCH_CHECK_VALUE(config.workspace_bytes > 0, "workspace_bytes is ", config.workspace_bytes,
+                    ", but must be positive");
   for (const std::string& dtype : config.dtypes) {
-    TORCH_CHECK_VALUE(
-        quantizable_elem_bytes(dtype) > 0, "dtypes has '", dtype,
-        "', but only 'bfloat16', 'float16' and 'float32' can be quantized");
+    TORCH_CHECK_VALUE(quantizable_elem_bytes(dtype) > 0, "dtypes has '", dtype,
+                      "', but only 'bfloat16', 'float16' and 'float32' can be quantized");
   }
-  TORCH_CHECK_VALUE(
-      config.fabric == "auto" || config.fabric == "wire", "fabric is '", config.fabric,
-      "', but this build has only 'wire' ('auto' chooses it)");
+  TORCH_CHECK_VALUE(config.fabric == "auto" || config.fabric == "wire", "fabric is '", config.fabric,
+                    "', but this build has only 'wire' ('auto' chooses it)");
   make_policy_rules(config);
 }
 
@@ -185,9 +182,8 @@ Plan make_plan(const Config& config, const PlanRequest& request) {
       .tau = static_cast<float>(config.tau),
       .clip = static_cast<float>(config.clip)};
   if (config.feedback) {
-    plan.feedback = make_feedback(
-        parse_residual(config.residual), state_dtype_for(config, request.dtype), config.eta, config.a, config.beta1,
-        config.beta2);
+    plan.feedback = make_feedback(parse_residual(config.residual), state_dtype_for(config, request.dtype), config.eta,
+                                  config.a, config.beta1, config.beta2);
   }
   return plan;
 }

@@ -1,4 +1,5 @@
-// A group's options, as Python hands them over and as the rest of the backend uses them: validated once, when the group is made.
+// A group's options, as Python hands them over and as the rest of the backend uses them: validated once, when the group
+// is made.
 #pragma once
 
 #include <cstdint>
@@ -15,7 +16,7 @@ namespace echo::pg {
 struct Config {
   int64_t bits = 4;
   int64_t group_size = 128;
-  int64_t rotation_size = 0;         // elements per rotated run, 0: no rotation
+  int64_t rotation_size = 0;  // elements per rotated run, 0: no rotation
   std::string quantizer = "zero_aware";
   std::string scale_dtype = "auto";
   double tau = 0.125;
@@ -34,11 +35,11 @@ struct Config {
   std::string policy = "auto";
   int64_t min_bytes = 0;
   std::vector<std::string> dtypes = {"bfloat16", "float16"};
-  std::string allow;                 // regular expressions, "" for none
+  std::string allow;  // regular expressions, "" for none
   std::string deny;
   std::string fabric = "auto";
   int64_t workspace_bytes = 64 << 20;
-  double timeout_s = -1.0;           // at most 0: the group's
+  double timeout_s = -1.0;  // at most 0: the group's
   bool diagnostics = false;
   bool allow_shared_gpu = false;
 };

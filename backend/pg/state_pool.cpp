@@ -13,10 +13,9 @@ at::Tensor new_block(int64_t bytes, c10::Device device) {
   try {
     return at::empty({bytes}, at::TensorOptions().dtype(at::kByte).device(device));
   } catch (const c10::Error& error) {
-    TORCH_CHECK_WITH(
-        OutOfMemoryError, false, "echo could not allocate ", bytes, " bytes on ", device,
-        " for the state of the error feedback; state_dtype=\"int8\" needs least, feedback=False none (",
-        error.what_without_backtrace(), ")");
+    TORCH_CHECK_WITH(OutOfMemoryError, false, "echo could not allocate ", bytes, " bytes on ", device,
+                     " for the state of the error feedback; state_dtype=\"int8\" needs least, feedback=False none (",
+                     error.what_without_backtrace(), ")");
   }
 }
 

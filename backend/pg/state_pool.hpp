@@ -1,5 +1,5 @@
-// Storage of the compensator's state, per group: slots inside arenas that are as large as the largest pass seen and are used again by
-// every pass, so that memory does not grow with the number of shapes.
+// Storage of the compensator's state, per group: slots inside arenas that are as large as the largest pass seen and are
+// used again by every pass, so that memory does not grow with the number of shapes.
 //
 //   arena (one per direction and device)   | slot | slot | slot |    free    |
 //   slot                                    belongs to one (lane, numel, dtype) for the rest of the pass
@@ -18,8 +18,8 @@
 
 namespace echo::pg {
 
-// Slots that one pass may hold. Callers that never start a pass would otherwise keep a slot for every shape they ever use; beyond the limit
-// the state of the direction starts anew, on all ranks at the same call.
+// Slots that one pass may hold. Callers that never start a pass would otherwise keep a slot for every shape they ever
+// use; beyond the limit the state of the direction starts anew, on all ranks at the same call.
 constexpr size_t kMaxSlotsPerPass = 64;
 
 struct SlotKey {
@@ -41,7 +41,8 @@ class StatePool {
   // Gives back all slots of a direction.
   void start_pass(Direction direction);
 
-  // The slot of a key, of `bytes` bytes on `device`; new ones have first_site set. Throws c10::OutOfMemoryError with advice.
+  // The slot of a key, of `bytes` bytes on `device`; new ones have first_site set. Throws c10::OutOfMemoryError with
+  // advice.
   Slot acquire(Direction direction, const SlotKey& key, int64_t bytes, c10::Device device);
 
   // Bytes held, in use or not.

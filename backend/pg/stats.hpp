@@ -23,9 +23,9 @@ struct CallCount {
 
 struct StatsSnapshot {
   CallCount quantized;
-  CallCount forwarded;                           // all-reduces only
+  CallCount forwarded;  // all-reduces only
   std::map<std::string, CallCount> forwarded_by_reason;
-  int64_t other_calls = 0;                       // every other collective
+  int64_t other_calls = 0;  // every other collective
   int64_t wire_bytes = 0;
   int64_t wire_padding_bytes = 0;
 };

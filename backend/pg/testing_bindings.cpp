@@ -52,11 +52,12 @@ Bench make_bench(const at::Tensor& tensor, const Config& config, const BenchOpti
   validate(config);
   TORCH_CHECK_VALUE(tensor.is_contiguous() && tensor.numel() > 0, "tensor must be contiguous and not empty");
   Bench bench;
-  bench.plan = make_plan(
-      config,
-      PlanRequest{
-          .numel = tensor.numel(), .rank = 0, .world_size = options.world_size, .dtype = dtype_of(tensor),
-          .first_site = options.first_site, .early = options.early});
+  bench.plan = make_plan(config, PlanRequest{.numel = tensor.numel(),
+                                             .rank = 0,
+                                             .world_size = options.world_size,
+                                             .dtype = dtype_of(tensor),
+                                             .first_site = options.first_site,
+                                             .early = options.early});
   bench.site.plan = bench.plan;
   bench.site.tensor = tensor.data_ptr();
   bench.site.rescale_log2 = options.rescale_log2;
@@ -67,16 +68,14 @@ Bench make_bench(const at::Tensor& tensor, const Config& config, const BenchOpti
 void attach_state(Bench& bench, const std::optional<at::Tensor>& state) {
   const int64_t needed = state_bytes(bench.plan);
   if (needed == 0) return;
-  TORCH_CHECK_VALUE(
-      state && state->scalar_type() == at::kByte && state->numel() >= needed, "state must be a uint8 tensor of ", needed,
-      " bytes");
+  TORCH_CHECK_VALUE(state && state->scalar_type() == at::kByte && state->numel() >= needed,
+                    "state must be a uint8 tensor of ", needed, " bytes");
   bench.site.state = state->data_ptr();
 }
 
 // x' to codes; with residual "local" `state` is read and updated in place.
-at::Tensor encode(
-    const at::Tensor& tensor, const Config& config, const std::optional<at::Tensor>& state, bool first_site, bool early,
-    int rescale_log2, const std::string& isa) {
+at::Tensor encode(const at::Tensor& tensor, const Config& config, const std::optional<at::Tensor>& state,
+                  bool first_site, bool early, int rescale_log2, const std::string& isa) {
   Bench bench = make_bench(tensor, config, {first_site, early, rescale_log2, 2});
   attach_state(bench, state);
   at::Tensor tile = at::empty({tile_bytes(bench.plan.codec, bench.all.end)}, at::kByte);
@@ -84,15 +83,16 @@ at::Tensor encode(
   return tile;
 }
 
-// Codes to values, into `tensor`, which holds this rank's contribution before; with residual "group" `state` is read and updated in place.
-void decode(
-    const at::Tensor& tile, const at::Tensor& tensor, const Config& config, const std::optional<at::Tensor>& state,
-    bool first_site, bool early, int rescale_log2, int world_size, const std::string& isa) {
+// Codes to values, into `tensor`, which holds this rank's contribution before; with residual "group" `state` is read
+// and updated in place.
+void decode(const at::Tensor& tile, const at::Tensor& tensor, const Config& config,
+            const std::optional<at::Tensor>& state, bool first_site, bool early, int rescale_log2, int world_size,
+            const std::string& isa) {
   Bench bench = make_bench(tensor, config, {first_site, early, rescale_log2, world_size});
   attach_state(bench, state);
   const int64_t needed = tile_bytes(bench.plan.codec, bench.all.end);
-  TORCH_CHECK_VALUE(
-      tile.scalar_type() == at::kByte && tile.numel() == needed, "tile must be a uint8 tensor of ", needed, " bytes");
+  TORCH_CHECK_VALUE(tile.scalar_type() == at::kByte && tile.numel() == needed, "tile must be a uint8 tensor of ",
+                    needed, " bytes");
   stages_for(isa).tail(bench.site, bench.all, bench.all.end, static_cast<const std::byte*>(tile.data_ptr()));
 }
 
@@ -113,15 +113,12 @@ int64_t state_slot_bytes(const at::Tensor& like, const Config& config) {
 
 void bind_testing(py::module_& m) {
   py::module_ testing = m.def_submodule("testing", "The codec on one rank, for tests.");
-  testing.def(
-      "encode", &encode, py::arg("tensor"), py::arg("config"), py::arg("state") = py::none(), py::arg("first_site") = true,
-      py::arg("early") = false, py::arg("rescale_log2") = 0, py::arg("isa") = "");
-  testing.def(
-      "decode", &decode, py::arg("tile"), py::arg("tensor"), py::arg("config"), py::arg("state") = py::none(),
-      py::arg("first_site") = true, py::arg("early") = false, py::arg("rescale_log2") = 0, py::arg("world_size") = 2,
-      py::arg("isa") = "");
-  testing.def(
-      "correction", &correction, py::arg("like"), py::arg("config"), py::arg("state"), py::arg("isa") = "");
+  testing.def("encode", &encode, py::arg("tensor"), py::arg("config"), py::arg("state") = py::none(),
+              py::arg("first_site") = true, py::arg("early") = false, py::arg("rescale_log2") = 0, py::arg("isa") = "");
+  testing.def("decode", &decode, py::arg("tile"), py::arg("tensor"), py::arg("config"), py::arg("state") = py::none(),
+              py::arg("first_site") = true, py::arg("early") = false, py::arg("rescale_log2") = 0,
+              py::arg("world_size") = 2, py::arg("isa") = "");
+  testing.def("correction", &correction, py::arg("like"), py::arg("config"), py::arg("state"), py::arg("isa") = "");
   testing.def("state_bytes", &state_slot_bytes, py::arg("like"), py::arg("config"));
   testing.def("rescale_exponent", [](float max_abs) { return rescale_exponent(bits_of(max_abs)); });
 }

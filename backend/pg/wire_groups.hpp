@@ -1,5 +1,5 @@
-// The inner groups that carry echo's own exchange, one per device type, apart from those that serve forwarded calls: inner backends
-// match calls by order, and the two kinds are issued by different threads.
+// The inner groups that carry echo's own exchange, one per device type, apart from those that serve forwarded calls:
+// inner backends match calls by order, and the two kinds are issued by different threads.
 #pragma once
 
 #include <chrono>
@@ -21,13 +21,15 @@ class WireGroups {
 
   explicit WireGroups(Make make) : make_(std::move(make)) {}
 
-  // Made at the first call for a device type. Callers hold the group's issue lock, so that all ranks make them in one order.
+  // Made at the first call for a device type. Callers hold the group's issue lock, so that all ranks make them in one
+  // order.
   BackendPtr get(c10::Device device);
 
   void set_timeout(std::chrono::milliseconds timeout);
   void shutdown();
 
-  // Closes the connections, so that peers notice soon. Never blocks: what waits for peers is left to a thread of its own.
+  // Closes the connections, so that peers notice soon. Never blocks: what waits for peers is left to a thread of its
+  // own.
   void tear_down() noexcept;
 
  private:

@@ -19,8 +19,8 @@ constexpr milliseconds kWaitSlice{1000};
 
 Completion::Completion(at::Tensor tensor, std::vector<c10::Device> devices)
     : tensor_(std::move(tensor)),
-      future_(c10::make_intrusive<c10::ivalue::Future>(
-          c10::ListType::create(c10::TensorType::get()), std::move(devices))) {}
+      future_(c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()),
+                                                       std::move(devices))) {}
 
 void Completion::succeed() noexcept {
   try {
@@ -100,11 +100,10 @@ bool WorkEcho::wait(milliseconds timeout) {
 void WorkEcho::wait_for_host(milliseconds timeout) {
   const auto start = Clock::now();
   const auto waited = [&] { return std::chrono::duration_cast<milliseconds>(Clock::now() - start); };
-  while (!completion_->wait_until(
-      timeout == kNoTimeout ? Clock::now() + kWaitSlice : std::min(Clock::now() + kWaitSlice, start + timeout))) {
-    TORCH_CHECK_WITH(
-        DistBackendError, timeout == kNoTimeout || waited() < timeout, details_.what, " did not finish within the ",
-        timeout.count(), " ms that wait() was given; it goes on");
+  while (!completion_->wait_until(timeout == kNoTimeout ? Clock::now() + kWaitSlice
+                                                        : std::min(Clock::now() + kWaitSlice, start + timeout))) {
+    TORCH_CHECK_WITH(DistBackendError, timeout == kNoTimeout || waited() < timeout, details_.what,
+                     " did not finish within the ", timeout.count(), " ms that wait() was given; it goes on");
     if (details_.while_waiting) details_.while_waiting(waited());
   }
 }

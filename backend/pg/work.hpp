@@ -51,15 +51,16 @@ class Completion {
 struct WorkDetails {
   int rank = 0;
   uint64_t call_number = 0;
-  std::string what;                            // names the call in messages
+  std::string what;  // names the call in messages
   int32_t lane = 0;
-  std::shared_ptr<LaneTable> lanes;            // the lane goes back to it when the caller has waited; null if none was taken
-  std::optional<c10::Event> device_done;       // CUDA: recorded behind the call
+  std::shared_ptr<LaneTable> lanes;       // the lane goes back to it when the caller has waited; null if none was taken
+  std::optional<c10::Event> device_done;  // CUDA: recorded behind the call
   // Called while a caller waits, about once a second; throws if waiting longer is pointless.
   std::function<void(std::chrono::milliseconds waited)> while_waiting;
 };
 
-// The caller's handle. Its destruction frees the lane, so nobody else may keep one: the worker holds the Completion only.
+// The caller's handle. Its destruction frees the lane, so nobody else may keep one: the worker holds the Completion
+// only.
 class WorkEcho : public c10d::Work {
  public:
   WorkEcho(std::shared_ptr<Completion> completion, WorkDetails details);

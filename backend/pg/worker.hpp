@@ -1,5 +1,5 @@
-// One thread per group on which its quantized calls on CPU tensors run, in the order in which they were issued: the order is the same on
-// all ranks, which is what makes their exchanges meet.
+// One thread per group on which its quantized calls on CPU tensors run, in the order in which they were issued: the
+// order is the same on all ranks, which is what makes their exchanges meet.
 #pragma once
 
 #include <chrono>
@@ -25,14 +25,15 @@ class Worker {
   // The thread starts with the first job.
   void enqueue(Job job);
 
-  // True on the worker's own thread, where a callback of a future may issue a call: waiting for the queue there would never end.
+  // True on the worker's own thread, where a callback of a future may issue a call: waiting for the queue there would
+  // never end.
   bool is_this_thread() const;
 
   // How long the job under way has been running, zero if none is.
   std::chrono::milliseconds running_for() const;
 
-  // Ends the thread: when the queue is empty (`drain`) or after the job under way. A thread that takes longer than `patience` is left to itself; it
-  // owns all that its job needs.
+  // Ends the thread: when the queue is empty (`drain`) or after the job under way. A thread that takes longer than
+  // `patience` is left to itself; it owns all that its job needs.
   void stop(bool drain, std::chrono::milliseconds patience);
 
  private:

@@ -1,0 +1,113 @@
+// All counters of the peer-memory protocol and where they lie: one slab per rank, written by its peers, read by its owner.
+//
+//   word                              writer          readers      meaning                                order              at rest
+//   flag[lane][stage][source][slot]   source rank     slab owner   ticket of the tile in that slot        release/acquire P1  last ticket
+//   record[source][call parity]       source rank     slab owner   the call's record (call_record.h)      by its ticket P2    last record
+//   record_ticket[source][parity]     source rank     slab owner   call number + 1 of that record         release/acquire P2  last call
+//   fault                             anyone, once    slab owner   1 + index of the fault's author        release/acquire P3  0
+//
+// A ticket is 64 bits: low half the lane's tile sequence plus one, high half a hash of the call. The sequence counts a lane's tiles over the
+// life of the group, wraps at 2^32, and is never cleared; expected tickets are computed where they are waited for, nothing comes from a
+// caller, so that a captured call can be replayed. Each slot has its own ticket: a producer may run ahead into the next call, and a counter shared by the
+// slots would then show the hash of that call to a consumer that still waits in this one.
+//
+// Why no credits are needed with D = 2d+1 slots: before push(i) a lane has seen gather(i-1-2d) of every peer, which each peer sent after it
+// had read push(i-1-2d) of this rank; and a peer gathers tile k into this slab only after it has acquired this rank's push(k), which follows
+// this rank's tail(k-1-2d). So slot k % D is free in both rings when it is written.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "tile.h"
+#include "tuning.h"
+
+namespace echo {
+
+enum class Stage : uint8_t { kPush, kGather };
+constexpr int kStages = 2;
+constexpr int64_t kCacheLineBytes = 64;
+constexpr int kCallParities = 2;  // a rank is at most one call ahead of any peer
+
+// Equal on all ranks of a group, fixed when the slabs are made.
+struct SlabShape {
+  int32_t world_size = 1;
+  int32_t lanes = 1;
+  int64_t slot_bytes = 0;  // multiple of kTileAlignBytes
+};
+
+ECHO_HD uint64_t ticket_of(uint32_t sequence, uint32_t call_hash) {
+  return (static_cast<uint64_t>(call_hash) << 32) | static_cast<uint32_t>(sequence + 1u);
+}
+
+enum class TicketState : uint8_t { kNotYet, kHere, kForeign };
+
+// A slot's ticket moves from `expected - D` to `expected`; anything else means that the ranks are not in the same call.
+ECHO_HD TicketState compare_ticket(uint64_t seen, uint64_t expected) {
+  if (seen == expected) return TicketState::kHere;
+  const auto distance = static_cast<int32_t>(static_cast<uint32_t>(seen) - static_cast<uint32_t>(expected));
+  return distance < 0 ? TicketState::kNotYet : TicketState::kForeign;
+}
+
+// Offsets in a slab: fault word, record tickets, records, flags, then the slots of both rings.
+constexpr int64_t kRecordBytes = 64;
+ECHO_HD int64_t fault_offset() { return 0; }
+ECHO_HD int64_t fault_record_offset() { return kCacheLineBytes; }
+ECHO_HD int64_t record_ticket_offset(int32_t source, int32_t parity) {
+  return 4 * kCacheLineBytes + (source * kCallParities + parity) * kCacheLineBytes;
+}
+ECHO_HD int64_t record_offset(const SlabShape& shape, int32_t source, int32_t parity) {
+  return record_ticket_offset(shape.world_size, 0) + (source * kCallParities + parity) * kRecordBytes;
+}
+ECHO_HD int64_t flag_offset(const SlabShape& shape, int32_t lane, Stage stage, int32_t source, int32_t slot) {
+  const int64_t index =
+      ((static_cast<int64_t>(lane) * kStages + static_cast<int64_t>(stage)) * shape.world_size + source) * kRingSlots + slot;
+  return record_offset(shape, shape.world_size, 0) + index * kCacheLineBytes;
+}
+ECHO_HD int64_t slot_offset(const SlabShape& shape, int32_t lane, Stage stage, int32_t source, int32_t slot) {
+  const int64_t index =
+      ((static_cast<int64_t>(lane) * kStages + static_cast<int64_t>(stage)) * shape.world_size + source) * kRingSlots + slot;
+  return flag_offset(shape, shape.lanes, Stage::kPush, 0, 0) + index * shape.slot_bytes;
+}
+ECHO_HD int64_t slab_bytes(const SlabShape& shape) { return slot_offset(shape, shape.lanes, Stage::kPush, 0, 0); }
+
+// The largest slots whose slab fits the workspace; 0 if not even one group of the largest kind does.
+inline int64_t slot_bytes_for(int64_t workspace_bytes, int32_t world_size, int32_t lanes, int64_t most) {
+  SlabShape shape{world_size, lanes, 0};
+  const int64_t slots = static_cast<int64_t>(lanes) * kStages * world_size * kRingSlots;
+  const int64_t room = (workspace_bytes - slab_bytes(shape)) / slots / kTileAlignBytes * kTileAlignBytes;
+  const int64_t bytes = min_i64(room, most);
+  return bytes < kMaxGroupElems + 2 * kTileAlignBytes ? 0 : bytes;
+}
+
+// Groups per tile such that a tile fits a slot and every lane gets work from a small segment.
+inline int64_t peer_tile_groups(const Plan& plan, const SlabShape& shape) {
+  const int64_t group_bytes = code_bytes(plan.codec) + param_bytes(plan.codec);
+  const int64_t fits = (shape.slot_bytes - kTileAlignBytes) / group_bytes;
+  const int64_t share = ceil_div(segment_groups(plan), shape.lanes);
+  return min_i64(fits, share);
+}
+
+// A slab of every rank as mapped here; own first among equals: slabs[rank] is this rank's.
+struct PeerView {
+  SlabShape shape;
+  int32_t rank = 0;
+  std::byte* const* slabs = nullptr;
+};
+
+enum class FaultKind : uint32_t { kNone, kTimeout, kForeignTicket, kPeerExited, kAborted };
+
+// What stopped a group: who waited for whom, where, and what it saw. Written once, never cleared.
+struct FaultRecord {
+  FaultKind kind = FaultKind::kNone;
+  int32_t rank = -1;
+  int32_t peer = -1;
+  int32_t lane = -1;
+  int32_t stage = -1;
+  uint32_t reserved = 0;
+  uint64_t expected = 0;
+  uint64_t seen = 0;
+};
+static_assert(sizeof(FaultRecord) <= 3 * kCacheLineBytes);
+
+}  // namespace echo

@@ -1,0 +1,63 @@
+// The composition over peer memory: ranks of one host write codes straight into each other's slabs.
+//
+// No torch: ranks may be processes that map each other's shared memory, or threads of a test that hand each other plain buffers.
+#pragma once
+
+#include <array>
+#include <functional>
+#include <vector>
+
+#include "../core/call_record.h"
+#include "peer_wait.h"
+#include "stages.h"
+
+namespace echo::cpu {
+
+struct PeerCall {
+  Site site;
+  Direction direction = Direction::kForward;
+  bool rescale = false;
+  uint64_t call_number = 0;
+  WaitLimits limits;
+};
+
+// What a test may watch: called by the lane, after a push was handed over, and after a gather was seen.
+struct PeerObserver {
+  std::function<void(int32_t lane, Stage stage, int64_t tile)> on_stage;
+};
+
+// One rank's end of the protocol. Calls are collective and serial; a lane's sequence lives as long as the group.
+class PeerGroup {
+ public:
+  // `slabs` are mapped, zeroed before any rank uses them, and outlive this object; slabs[rank] is this rank's.
+  PeerGroup(SlabShape shape, int32_t rank, std::vector<std::byte*> slabs);
+
+  const SlabShape& shape() const { return view_.shape; }
+
+  // Runs this rank's part of a call on `lanes` threads given by `run_lanes(body)`, which must call body(lane) once for each lane of the
+  // shape, in parallel or one after another where lanes is 1, and return when all have returned. False after a fault: the tensor is then filled with NaN
+  // and every later call fails at once.
+  bool all_reduce(const PeerCall& call, const std::function<void(const std::function<void(int32_t)>&)>& run_lanes,
+                  const PeerObserver& observer = {});
+
+  FaultRecord fault() const { return read_fault(view_); }
+  // "rank 1 waited 3.0 s in push, lane 0, for rank 0 ..."
+  std::string describe_fault(const PeerCall& call) const;
+  void abort();
+
+  // Bytes that one call puts into peers' slabs.
+  int64_t wire_bytes(const Plan& plan) const;
+
+ private:
+  struct Lane;
+  bool agree(PeerCall& call, Clock::time_point deadline);
+  bool run_lane(const PeerCall& call, int32_t lane, Clock::time_point deadline, const PeerObserver& observer);
+  uint32_t call_hash(const CallRecord& record) const;
+
+  std::vector<std::byte*> slabs_;
+  PeerView view_;
+  std::vector<uint32_t> sequences_;  // per lane: tiles finished so far; the next tile's number
+  const Stages& stages_;
+};
+
+}  // namespace echo::cpu

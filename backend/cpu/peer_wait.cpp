@@ -1,0 +1,95 @@
+#include "peer_wait.h"
+
+#include <cstring>
+#include <thread>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+namespace echo::cpu {
+namespace {
+
+constexpr int kSpins = 2000;
+constexpr int kYields = 200;
+constexpr auto kNap = std::chrono::microseconds(50);
+constexpr auto kExitCheckPeriod = std::chrono::milliseconds(200);
+
+void relax() {
+#if defined(__x86_64__)
+  _mm_pause();
+#else
+  __asm__ volatile("yield");
+#endif
+}
+
+enum FaultState : uint64_t { kNoFault = 0, kWriting = 1, kWritten = 2 };
+
+}  // namespace
+
+void raise_fault(const PeerView& view, const FaultRecord& record) {
+  for (int32_t rank = 0; rank < view.shape.world_size; ++rank) {
+    std::byte* slab = view.slabs[rank];
+    uint64_t none = kNoFault;
+    if (!word_at(slab, fault_offset()).compare_exchange_strong(none, kWriting, std::memory_order_acq_rel)) continue;
+    std::memcpy(slab + fault_record_offset(), &record, sizeof(record));
+    word_at(slab, fault_offset()).store(kWritten, std::memory_order_release);
+  }
+}
+
+FaultRecord read_fault(const PeerView& view) {
+  std::byte* slab = view.slabs[view.rank];
+  FaultRecord record;
+  const uint64_t state = word_at(slab, fault_offset()).load(std::memory_order_acquire);
+  if (state == kWritten) std::memcpy(&record, slab + fault_record_offset(), sizeof(record));
+  if (state == kWriting) record.kind = FaultKind::kAborted;  // its author died while writing it
+  return record;
+}
+
+bool wait_for_ticket(const PeerView& view, int64_t offset, uint64_t expected, WaitSite site, const WaitLimits& limits,
+                     Clock::time_point deadline) {
+  std::byte* slab = view.slabs[view.rank];
+  const auto word = word_at(slab, offset);
+  const auto fault_word = word_at(slab, fault_offset());
+  auto next_exit_check = Clock::time_point{};
+  for (int64_t turn = 0;; ++turn) {
+    const uint64_t seen = word.load(std::memory_order_acquire);
+    const TicketState state = compare_ticket(seen, expected);
+    if (state == TicketState::kHere) return true;
+    FaultKind kind = state == TicketState::kForeign ? FaultKind::kForeignTicket : FaultKind::kNone;
+    if (turn < kSpins && kind == FaultKind::kNone) {
+      relax();
+      continue;
+    }
+    if (fault_word.load(std::memory_order_acquire) != kNoFault) return false;
+    if (kind == FaultKind::kNone) {
+      const auto now = Clock::now();
+      if (now >= deadline) kind = FaultKind::kTimeout;
+      if (now >= next_exit_check) {
+        if (limits.has_exited && limits.has_exited(site.peer)) kind = FaultKind::kPeerExited;
+        next_exit_check = now + kExitCheckPeriod;
+      }
+    }
+    // A peer that left right after its last store has delivered: look once more before blaming it.
+    if (kind == FaultKind::kPeerExited && compare_ticket(word.load(std::memory_order_acquire), expected) == TicketState::kHere) {
+      return true;
+    }
+    if (kind != FaultKind::kNone) {
+      raise_fault(view, FaultRecord{.kind = kind,
+                                    .rank = view.rank,
+                                    .peer = site.peer,
+                                    .lane = site.lane,
+                                    .stage = static_cast<int32_t>(site.stage),
+                                    .expected = expected,
+                                    .seen = seen});
+      return false;
+    }
+    if (turn < kSpins + kYields) {
+      std::this_thread::yield();
+    } else {
+      std::this_thread::sleep_for(kNap);
+    }
+  }
+}
+
+}  // namespace echo::cpu

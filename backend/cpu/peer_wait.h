@@ -1,0 +1,44 @@
+// Bounded waiting for a ticket, and the fault word that ends all waiting of a group.
+//
+// A waiter spins briefly, then yields, then sleeps for short times, so that eight ranks make progress on two cores; from the yielding phase on it
+// also looks for an abort, for an exited peer and at the clock.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <functional>
+
+#include "../core/protocol.h"
+
+namespace echo::cpu {
+
+using Clock = std::chrono::steady_clock;
+
+inline std::atomic_ref<uint64_t> word_at(std::byte* slab, int64_t offset) {
+  return std::atomic_ref<uint64_t>(*reinterpret_cast<uint64_t*>(slab + offset));
+}
+
+// Where and for whom a lane waits; goes into the fault record as it is.
+struct WaitSite {
+  int32_t peer = -1;
+  int32_t lane = 0;
+  Stage stage = Stage::kPush;
+};
+
+struct WaitLimits {
+  std::chrono::milliseconds timeout{1800000};
+  // True if the peer's process no longer exists; asked a few times a second.
+  std::function<bool(int32_t peer)> has_exited;
+};
+
+// Writes the first fault of this group to every rank's slab (P3); later ones are dropped.
+void raise_fault(const PeerView& view, const FaultRecord& record);
+
+// The fault that this rank's slab holds, kind kNone if there is none.
+FaultRecord read_fault(const PeerView& view);
+
+// Until the word at `offset` of this rank's slab is `expected` (acquire P1, P2). False after a fault, own or foreign.
+bool wait_for_ticket(const PeerView& view, int64_t offset, uint64_t expected, WaitSite site, const WaitLimits& limits,
+                     Clock::time_point deadline);
+
+}  // namespace echo::cpu

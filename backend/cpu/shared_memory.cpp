@@ -1,0 +1,125 @@
+#include "shared_memory.h"
+
+#include <fcntl.h>
+#include <poll.h>
+#include <signal.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <array>
+#include <cerrno>
+#include <climits>
+#include <fstream>
+#include <sstream>
+#include <system_error>
+#include <utility>
+
+namespace echo::cpu {
+namespace {
+
+constexpr const char* kFileSystem = "/dev/shm";
+
+[[noreturn]] void fail(int error, const std::string& what) { throw std::system_error(error, std::generic_category(), what); }
+
+std::byte* map(int fd, int64_t bytes) {
+  void* address = mmap(nullptr, static_cast<size_t>(bytes), PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+  const int error = errno;
+  if (address == MAP_FAILED) fail(error, "mmap of " + std::to_string(bytes) + " bytes of shared memory");
+  return static_cast<std::byte*>(address);
+}
+
+std::string link_target(const char* path) {
+  std::array<char, PATH_MAX> target;
+  const ssize_t length = readlink(path, target.data(), target.size());
+  return length < 0 ? std::string("unknown") : std::string(target.data(), static_cast<size_t>(length));
+}
+
+}  // namespace
+
+SharedMemory::SharedMemory(SharedMemory&& other) noexcept { *this = std::move(other); }
+
+SharedMemory& SharedMemory::operator=(SharedMemory&& other) noexcept {
+  std::swap(handle_, other.handle_);
+  std::swap(data_, other.data_);
+  std::swap(bytes_, other.bytes_);
+  return *this;
+}
+
+SharedMemory::~SharedMemory() {
+  close_handle();
+  if (data_ != nullptr) munmap(data_, static_cast<size_t>(bytes_));
+}
+
+SharedMemory SharedMemory::create(int64_t bytes) {
+  SharedMemory memory;
+  memory.handle_ = ::open(kFileSystem, O_TMPFILE | O_RDWR | O_CLOEXEC, 0600);
+  if (memory.handle_ < 0) fail(errno, std::string("an unnamed file in ") + kFileSystem);
+  int error = posix_fallocate(memory.handle_, 0, bytes);
+  while (error == EINTR) error = posix_fallocate(memory.handle_, 0, bytes);
+  if (error != 0) fail(error, "reserving " + std::to_string(bytes) + " bytes in " + kFileSystem);
+  memory.data_ = map(memory.handle_, bytes);
+  memory.bytes_ = bytes;
+  return memory;
+}
+
+SharedMemory SharedMemory::open(const std::string& path, int64_t bytes) {
+  SharedMemory memory;
+  memory.handle_ = ::open(path.c_str(), O_RDWR | O_CLOEXEC);
+  if (memory.handle_ < 0) fail(errno, "opening a peer's shared memory");
+  struct stat facts {};
+  if (fstat(memory.handle_, &facts) != 0 || facts.st_size != bytes) fail(EINVAL, "a peer's shared memory has another size");
+  memory.data_ = map(memory.handle_, bytes);
+  memory.bytes_ = bytes;
+  memory.close_handle();
+  return memory;
+}
+
+std::string SharedMemory::path() const {
+  return "/proc/" + std::to_string(getpid()) + "/fd/" + std::to_string(handle_);
+}
+
+void SharedMemory::close_handle() noexcept {
+  if (handle_ >= 0) close(handle_);
+  handle_ = -1;
+}
+
+std::string host_identity() {
+  std::string boot;
+  std::ifstream("/proc/sys/kernel/random/boot_id") >> boot;
+  struct stat shm {};
+  stat(kFileSystem, &shm);
+  std::ostringstream identity;
+  identity << boot << " " << link_target("/proc/self/ns/ipc") << " " << link_target("/proc/self/ns/pid") << " shm:" << shm.st_dev << ":"
+           << shm.st_ino << " uid:" << geteuid();
+  return identity.str();
+}
+
+PeerProcess::PeerProcess(pid_t pid) : pid_(pid) {
+#if defined(SYS_pidfd_open)
+  pidfd_ = static_cast<int>(syscall(SYS_pidfd_open, pid, 0));
+#endif
+}
+
+PeerProcess::~PeerProcess() {
+  if (pidfd_ >= 0) close(pidfd_);
+}
+
+PeerProcess::PeerProcess(PeerProcess&& other) noexcept { *this = std::move(other); }
+
+PeerProcess& PeerProcess::operator=(PeerProcess&& other) noexcept {
+  std::swap(pid_, other.pid_);
+  std::swap(pidfd_, other.pidfd_);
+  return *this;
+}
+
+bool PeerProcess::has_exited() const {
+  if (pidfd_ >= 0) {
+    pollfd watched{pidfd_, POLLIN, 0};
+    return poll(&watched, 1, 0) > 0;
+  }
+  return pid_ > 0 && kill(pid_, 0) != 0 && errno == ESRCH;
+}
+
+}  // namespace echo::cpu

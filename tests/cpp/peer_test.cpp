@@ -1,0 +1,170 @@
+// The peer-memory composition with ranks as threads and slabs as plain memory: byte for byte what the stages give without any exchange, over calls of
+// changing size, and a fault instead of a hang or a wrong number where ranks disagree, stay away or die.
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <cstring>
+#include <random>
+#include <thread>
+#include <vector>
+
+#include "../../backend/cpu/peer_allreduce.h"
+#include "check.h"
+#include "simulated_world.h"
+
+namespace {
+
+using namespace echo;
+using namespace echo::testing;
+using cpu::PeerCall;
+using cpu::PeerGroup;
+
+// Zeroed memory for every rank's slab, on cache-line boundaries.
+struct Slabs {
+  std::vector<std::vector<uint64_t>> words;
+  std::vector<std::byte*> bases;
+
+  explicit Slabs(const SlabShape& shape) {
+    for (int rank = 0; rank < shape.world_size; ++rank) {
+      words.emplace_back(slab_bytes(shape) / 8 + kCacheLineBytes / 8);
+      const auto address = reinterpret_cast<uintptr_t>(words.back().data());
+      bases.push_back(reinterpret_cast<std::byte*>((address + kCacheLineBytes - 1) / kCacheLineBytes * kCacheLineBytes));
+    }
+  }
+};
+
+void on_threads(int count, const std::function<void(int32_t)>& body) {
+  std::vector<std::thread> threads;
+  for (int i = 1; i < count; ++i) threads.emplace_back(body, i);
+  body(0);
+  for (std::thread& thread : threads) thread.join();
+}
+
+PeerCall call_of(const Plan& shared, int rank, uint64_t number, World& world) {
+  PeerCall call;
+  call.site.plan = shared;
+  call.site.plan.rank = rank;
+  call.site.tensor = tensor_at(world.tensors[rank]);
+  call.site.state = world.states[rank].data();
+  call.call_number = number;
+  call.limits.timeout = std::chrono::seconds(60);
+  return call;
+}
+
+struct Case {
+  int world_size;
+  int lanes;
+  int calls;
+};
+
+Plan plan_of(const Case& c, int number) {
+  Plan plan;
+  plan.world_size = c.world_size;
+  plan.dtype = number % 2 == 0 ? DType::kBFloat16 : DType::kFloat32;
+  plan.codec.group_elems = number % 3 == 0 ? 16 : 128;
+  plan.codec.bits = number % 5 == 0 ? 8 : 4;
+  plan.numel = 1 + (number * 7919) % 5000;
+  plan.feedback = make_feedback(number % 4 == 0 ? Residual::kGroup : Residual::kLocal, StateDType::kInt8, 0.75, 0.35, 0.7, 0.3);
+  return plan;
+}
+
+void check_against_simulation(const Case& c) {
+  const SlabShape shape{c.world_size, c.lanes, 512};
+  Slabs slabs(shape);
+  std::vector<World> worlds;
+  std::vector<World> expected;
+  for (int number = 0; number < c.calls; ++number) {
+    const Plan plan = plan_of(c, number);
+    worlds.push_back(make_world(plan, number));
+    expected.push_back(make_world(plan, number));
+    one_site(cpu::active_stages(), plan, segment_groups(plan), expected.back());
+  }
+  on_threads(c.world_size, [&](int32_t rank) {
+    PeerGroup group(shape, rank, slabs.bases);
+    std::mt19937 random(rank);
+    for (int number = 0; number < c.calls; ++number) {
+      if (random() % 4 == 0) std::this_thread::sleep_for(std::chrono::microseconds(random() % 300));
+      const PeerCall call = call_of(plan_of(c, number), rank, number, worlds[number]);
+      const bool complete = group.all_reduce(call, [&](const auto& body) { on_threads(c.lanes, body); });
+      if (!complete) std::cerr << group.describe_fault(call) << "\n";
+      CHECK(complete);
+    }
+  });
+  for (int number = 0; number < c.calls; ++number) {
+    CHECK(worlds[number].tensors == expected[number].tensors);
+    CHECK(worlds[number].states == expected[number].states);
+  }
+}
+
+ECHO_TEST(peer_equals_simulation_with_two_ranks) { check_against_simulation({2, 1, 120}); }
+ECHO_TEST(peer_equals_simulation_with_three_ranks_of_two_lanes) { check_against_simulation({3, 2, 60}); }
+ECHO_TEST(peer_equals_simulation_with_eight_ranks) { check_against_simulation({8, 1, 30}); }
+
+ECHO_TEST(stages_of_a_lane_overlap) {
+  const Case c{2, 1, 1};
+  const SlabShape shape{2, 1, 512};
+  Slabs slabs(shape);
+  Plan plan = plan_of(c, 0);
+  plan.numel = 16384;
+  World world = make_world(plan, 1);
+  std::vector<std::pair<Stage, int64_t>> order;
+  on_threads(2, [&](int32_t rank) {
+    PeerGroup group(shape, rank, slabs.bases);
+    cpu::PeerObserver observer;
+    if (rank == 0) observer.on_stage = [&](int32_t, Stage stage, int64_t tile) { order.emplace_back(stage, tile); };
+    CHECK(group.all_reduce(call_of(plan, rank, 0, world), [](const auto& body) { body(0); }, observer));
+  });
+  const auto position = [&](Stage stage, int64_t tile) {
+    return std::find(order.begin(), order.end(), std::pair(stage, tile)) - order.begin();
+  };
+  const int64_t tiles = ceil_div(segment_groups(plan), peer_tile_groups(plan, shape));
+  CHECK(tiles > 10);
+  for (int64_t tile = 0; tile + 1 < tiles; ++tile) CHECK(position(Stage::kPush, tile + 1) < position(Stage::kGather, tile));
+}
+
+// Both ranks' outcome of one call under a scenario: true where it completed; the tensors are checked for NaN where it did not.
+enum class Trouble { kOtherNumel, kLate, kExited, kAborted };
+
+void check_trouble(Trouble trouble, const std::string& expected_words) {
+  const Case c{2, 1, 1};
+  const SlabShape shape{2, 1, 512};
+  Slabs slabs(shape);
+  std::vector<World> worlds;
+  for (int rank = 0; rank < 2; ++rank) worlds.push_back(make_world(plan_of(c, 2), rank));
+  std::atomic<int> words_found{0};
+  on_threads(2, [&](int32_t rank) {
+    PeerGroup group(shape, rank, slabs.bases);
+    if (rank == 1 && trouble == Trouble::kAborted) group.abort();
+    if (rank == 1 && trouble != Trouble::kOtherNumel) return;
+    Plan plan = plan_of(c, 2);
+    plan.numel -= rank;
+    PeerCall call = call_of(plan, rank, 0, worlds[rank]);
+    if (trouble == Trouble::kLate) call.limits.timeout = std::chrono::milliseconds(200);
+    if (trouble == Trouble::kExited) call.limits.has_exited = [](int32_t) { return true; };
+    CHECK(!group.all_reduce(call, [](const auto& body) { body(0); }));
+    if (group.describe_fault(call).find(expected_words) != std::string::npos) ++words_found;
+    uint16_t element;
+    for (int64_t i = 0; i < plan.numel; ++i) {
+      std::memcpy(&element, static_cast<std::byte*>(call.site.tensor) + 2 * i, 2);
+      CHECK_EQ(element, kNanBitsBFloat16);
+    }
+    CHECK(!group.all_reduce(call, [](const auto& body) { body(0); }));
+  });
+  CHECK(words_found >= 1);
+}
+
+ECHO_TEST(ranks_in_different_calls_fault) { check_trouble(Trouble::kOtherNumel, "numel"); }
+ECHO_TEST(a_late_rank_faults_at_the_time_out) { check_trouble(Trouble::kLate, "did not come within 200 ms"); }
+ECHO_TEST(an_exited_rank_faults) { check_trouble(Trouble::kExited, "has exited"); }
+ECHO_TEST(an_abort_ends_all_waiting) { check_trouble(Trouble::kAborted, "aborted by rank 1"); }
+
+ECHO_TEST(tickets_are_wrap_safe) {
+  const uint64_t last = ticket_of(0xffffffffu, 7);
+  CHECK_EQ(static_cast<uint32_t>(last), 0u);
+  CHECK(compare_ticket(ticket_of(0xfffffffdu, 7), last) == TicketState::kNotYet);
+  CHECK(compare_ticket(ticket_of(2, 7), last) == TicketState::kForeign);
+  CHECK(compare_ticket(ticket_of(0xffffffffu, 8), last) == TicketState::kForeign);
+  CHECK(compare_ticket(last, last) == TicketState::kHere);
+}
+
+}  // namespace

@@ -1,0 +1,229 @@
+"""What happens when ranks fail, differ or stay away: a clear error on every rank within the time-out, at every later
+call too, and a new group that works."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import RankError, run_ranks
+from test_backend import contribution, echo_group, is_close
+
+TIMEOUT = 4.0  # seconds, of the groups under test
+
+
+def failing_group(**options: Any) -> Any:
+    import echo_pg
+
+    settings: dict[str, Any] = {"min_bytes": 0, "policy": "all"} | options
+    return dist.new_group(backend="echo", timeout=timedelta(seconds=TIMEOUT), pg_options=echo_pg.Options(**settings))
+
+
+def error_of(call: Any) -> tuple[str, float]:
+    """The text of the DistBackendError that a call must raise, and how long it took."""
+    start = time.monotonic()
+    try:
+        call()
+    except dist.DistBackendError as error:
+        return str(error), time.monotonic() - start
+    raise AssertionError("the call succeeded")
+
+
+def check_that_it_stays_faulted(group: Any, first: str) -> None:
+    import echo_pg
+
+    for call in (
+        lambda: dist.all_reduce(contribution(0), group=group),
+        lambda: dist.all_reduce(torch.ones(3, dtype=torch.int64), group=group),
+        lambda: dist.barrier(group=group),
+    ):
+        text, seconds = error_of(call)
+        assert "does not resume" in text and seconds < 1, text
+        assert first.split("failed")[0].strip() in text, "the first failure must be named"
+    assert echo_pg.stats(group)["fault"]
+    dist.destroy_process_group(group)
+
+
+def check_that_a_new_group_works(rank: int, size: int) -> None:
+    group = failing_group()
+    tensor = contribution(rank)
+    dist.all_reduce(tensor, group=group)
+    assert is_close(tensor, size)
+
+
+def run_mismatch(rank: int, size: int, what: str) -> str:
+    group = failing_group()
+    dist.all_reduce(contribution(rank), group=group)
+    tensor = contribution(rank)
+    if rank == 1:
+        tensor = tensor[:2000] if what == "numel" else tensor.half()
+    before = tensor.clone()
+    text, seconds = error_of(lambda: dist.all_reduce(tensor, group=group))
+    assert torch.equal(tensor, before), "a call that ranks disagree on leaves the tensor as it was"
+    assert seconds < TIMEOUT
+    check_that_it_stays_faulted(group, text)
+    check_that_a_new_group_works(rank, size)
+    return text
+
+
+@pytest.mark.parametrize(("what", "named"), [("numel", ["2000", "3000"]), ("dtype", ["float16", "bfloat16"])])
+def test_ranks_that_disagree(what: str, named: list[str]) -> None:
+    for rank, text in enumerate(run_ranks(run_mismatch, 3, what)):
+        assert "disagree" in text and all(name in text for name in named), text
+        assert f"rank {rank} of 3" in text and "all_reduce number 1" in text, text
+
+
+def run_passes_that_differ(rank: int, size: int) -> str:
+    import echo_pg
+
+    group = failing_group()
+    dist.all_reduce(contribution(rank), group=group)
+    if rank == 0:
+        echo_pg.new_pass("forward", group)
+    return error_of(lambda: dist.all_reduce(contribution(rank), group=group))[0]
+
+
+def test_a_pass_that_only_some_ranks_start() -> None:
+    for text in run_ranks(run_passes_that_differ, 2):
+        assert "first site" in text, text
+
+
+def run_absent(rank: int, size: int, first_call: bool) -> tuple[str, float]:
+    """Rank 1 never comes to the call; the others wait for it for the time-out."""
+    group = failing_group()
+    if not first_call:
+        dist.all_reduce(contribution(rank), group=group)
+    if rank == 1:
+        time.sleep(2.5 * TIMEOUT)
+        return "", 0.0
+    outcome = error_of(lambda: dist.all_reduce(contribution(rank), group=group))
+    check_that_it_stays_faulted(group, outcome[0])
+    return outcome
+
+
+@pytest.mark.parametrize("first_call", [True, False])
+def test_a_rank_that_never_comes(first_call: bool) -> None:
+    results = run_ranks(run_absent, 3, first_call, timeout=60)
+    for text, seconds in (results[0], results[2]):
+        assert "all_reduce number" in text, text
+        assert seconds < 2 * TIMEOUT, f"{seconds} s: {text}"
+
+
+def run_killed(rank: int, size: int) -> tuple[str, float]:
+    group = failing_group()
+    dist.all_reduce(contribution(rank), group=group)
+    if rank == 1:
+        time.sleep(0.5)
+        os.kill(os.getpid(), signal.SIGKILL)
+    text, seconds = error_of(lambda: dist.all_reduce(contribution(rank), group=group))
+    check_that_it_stays_faulted(group, text)
+    return text, seconds
+
+
+def test_a_rank_that_is_killed() -> None:
+    results = run_ranks(run_killed, 3, check=False)
+    assert isinstance(results[1], RankError) and "-9" in str(results[1])
+    for text, seconds in (results[0], results[2]):
+        assert "exchange" in text and seconds < TIMEOUT, (text, seconds)
+
+
+def run_local_failure(rank: int, size: int) -> tuple[str, float]:
+    """Rank 0 cannot have its state; the others must notice before the time-out."""
+    group = failing_group()
+    dist.all_reduce(contribution(rank), group=group)
+    tensor = torch.zeros(1 << 22, dtype=torch.bfloat16)
+    if rank == 0:
+        import resource
+
+        limit = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE") + (1 << 20)
+        resource.setrlimit(resource.RLIMIT_AS, (limit, resource.RLIM_INFINITY))
+    return error_of(lambda: dist.all_reduce(tensor, group=group))
+
+
+def test_memory_that_only_one_rank_lacks() -> None:
+    results = run_ranks(run_local_failure, 2)
+    assert "int8" in results[0][0] and "bytes" in results[0][0], results[0]
+    assert results[1][1] < TIMEOUT, results[1]
+
+
+def run_half_quantized(rank: int, size: int) -> tuple[str, float]:
+    """Rank 0 quantizes a call that rank 1 forwards."""
+    import echo_pg
+
+    group = failing_group()
+    dist.all_reduce(contribution(rank), group=group)
+    start = time.monotonic()
+    try:
+        if rank == 0:
+            dist.all_reduce(contribution(rank), group=group)
+        else:
+            with echo_pg.exact():
+                dist.all_reduce(contribution(rank), group=group)
+    except RuntimeError as error:
+        return str(error), time.monotonic() - start
+    raise AssertionError("the call succeeded")
+
+
+def test_a_call_that_only_some_ranks_quantize() -> None:
+    for text, seconds in run_ranks(run_half_quantized, 2):
+        assert "imed out" in text or "closed" in text, text
+        assert seconds < 2 * TIMEOUT, (text, seconds)
+
+
+def run_wait_limit(rank: int, size: int) -> None:
+    """wait() may be given less than the group's time-out; the call goes on."""
+    group = failing_group()
+    dist.all_reduce(contribution(rank), group=group)
+    if rank == 1:
+        time.sleep(1.5)
+    work = dist.all_reduce(contribution(rank), group=group, async_op=True)
+    if rank == 0:
+        text, seconds = error_of(lambda: work.wait(timedelta(seconds=0.3)))
+        assert "it goes on" in text and seconds < 1, (text, seconds)
+    work.wait()
+    assert is_close(work.result()[0], size)
+
+
+def test_a_wait_with_its_own_limit() -> None:
+    run_ranks(run_wait_limit, 2)
+
+
+def run_abort(rank: int, size: int) -> None:
+    group = failing_group()
+    dist.all_reduce(contribution(rank), group=group)
+    if rank == 0:
+        work = dist.all_reduce(contribution(rank), group=group, async_op=True)
+        behind = dist.all_reduce(contribution(rank), group=group, async_op=True)
+        start = time.monotonic()
+        group._get_backend(torch.device("cpu")).abort()
+        assert time.monotonic() - start < TIMEOUT / 2, "abort() must not wait for peers"
+        assert "aborted" in error_of(behind.wait)[0]
+        error_of(work.wait)
+        error_of(lambda: dist.all_reduce(contribution(rank), group=group))
+    else:
+        time.sleep(1)
+
+
+def test_abort_does_not_wait() -> None:
+    run_ranks(run_abort, 2)
+
+
+def run_leave_open(rank: int, size: int) -> None:
+    """The process ends with a call under way and the group not destroyed; it must end all the same."""
+    group = echo_group(policy="all")
+    dist.all_reduce(contribution(rank), group=group)
+    if rank == 0:
+        run_leave_open.kept = dist.all_reduce(contribution(rank), group=group, async_op=True)  # type: ignore[attr-defined]
+
+
+def test_ending_with_a_call_under_way() -> None:
+    start = time.monotonic()
+    run_ranks(run_leave_open, 2, timeout=40)
+    assert time.monotonic() - start < 30
