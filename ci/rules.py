@@ -40,7 +40,12 @@ RULES = [
         r"^backend/wire/",
         r"#include\s*<torch/csrc/distributed/c10d/(?!Backend|Work|Types)",
     ),
-    Rule("inline assembly stays in ptx.cuh, float_environment.h and peer_wait.cpp", r"^backend/", r"\basm\b|__asm__", r"(ptx\.cuh|float_environment\.h|peer_wait\.cpp)$"),
+    Rule(
+        "inline assembly stays in ptx.cuh, float_environment.h and peer_wait.cpp",
+        r"^backend/",
+        r"\basm\b|__asm__",
+        r"(ptx\.cuh|float_environment\.h|peer_wait\.cpp)$",
+    ),
     Rule("C++ reads no environment variable", r"^backend/", r"\bgetenv\b"),
     Rule(
         "options.py alone reads the environment",
@@ -50,13 +55,22 @@ RULES = [
     ),
     Rule("no fast-math", r"^(backend|setup\.py)", r"use_fast_math|(?<!-fno)-ffast-math|(?<!no)-Ofast"),
     Rule("no exit, no printf in the library", r"^backend/", r"\b(std::(exit|abort|printf)|_exit|printf)\s*\("),
-    Rule("nothing is left for later", r"^(backend|echo_pg|tests|examples|ci)/", r"\b(TODO|FIXME|XXX)\b", r"^ci/rules\.py$"),
+    Rule(
+        "nothing is left for later",
+        r"^(backend|echo_pg|tests|examples|ci)/",
+        r"\b(TODO|FIXME|XXX)\b",
+        r"^ci/rules\.py$",
+    ),
 ]
 
 
 def tracked_files() -> list[str]:
     out = subprocess.run(
-        ["git", "ls-files", "--cached", "--others", "--exclude-standard"], cwd=ROOT, check=True, capture_output=True, text=True
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT,
+        check=True,
+        capture_output=True,
+        text=True,
     )
     return [name for name in out.stdout.split("\n") if name and (ROOT / name).is_file()]
 

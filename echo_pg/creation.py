@@ -46,7 +46,7 @@ def create_group(dist_options: Any, pg_options: Any) -> Any:
     agreement = Agreement(place.store, place.rank, place.size)
     if options.is_off():
         agreement.withdraw("ECHO_OFF=1 is set here and not on all ranks")
-        return _create_off(place, pg_options)
+        return _create_off(place, pg_options, agreement.store)
     try:
         chosen = to_options(pg_options)
         extension = build.extension()
@@ -57,7 +57,7 @@ def create_group(dist_options: Any, pg_options: Any) -> Any:
         raise
     limit = timedelta(seconds=chosen.timeout) if isinstance(chosen.timeout, float) else place.timeout
     agreement.reach(fingerprint, limit)
-    return _create(extension, place, config, chosen.inner_options)
+    return _create(extension, place, config, chosen.inner_options, agreement.store)
 
 
 def to_options(pg_options: Any) -> Options:
@@ -84,7 +84,7 @@ def inner_backends(
     return {device_type: backend for device_type, backend in made.items() if backend is not None}
 
 
-def _create(extension: Any, place: Place, config: Any, inner_options: Any) -> Any:
+def _create(extension: Any, place: Place, config: Any, inner_options: Any, own_store: Any) -> Any:
     inner = inner_backends(place, "pass", inner_options)
     if not inner:
         raise RuntimeError("echo needs Gloo or NCCL inside, and this torch has neither")
@@ -96,10 +96,10 @@ def _create(extension: Any, place: Place, config: Any, inner_options: Any) -> An
     log.connect(extension)
     if config.policy != "off":
         passes.install(extension)
-    return extension.ProcessGroupEcho(place.store, place.rank, place.size, config, inner, make_wire, place.timeout)
+    return extension.ProcessGroupEcho(own_store, place.rank, place.size, config, inner, make_wire, place.timeout)
 
 
-def _create_off(place: Place, pg_options: Any) -> Any:
+def _create_off(place: Place, pg_options: Any, own_store: Any) -> Any:
     """The exact group of ECHO_OFF=1: echo with nothing quantized, or plainly the inner backend where the extension does
     not load. Options are not looked at, so that not even a wrong one is an error."""
     inner_options = getattr(pg_options, "inner_options", pg_options)
@@ -113,7 +113,7 @@ def _create_off(place: Place, pg_options: Any) -> Any:
         return inner.get("cuda") or inner["cpu"]
     config = extension.Config()
     config.policy = "off"
-    return _create(extension, place, config, inner_options)
+    return _create(extension, place, config, inner_options, own_store)
 
 
 def _nccl_class() -> Any:

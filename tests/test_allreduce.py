@@ -39,11 +39,17 @@ def digest(tensor: Tensor) -> str:
     return hashlib.sha256(tensor.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
 
 
-def run_row(rank: int, size: int, row: dict[str, Any]) -> tuple[list[str], list[Tensor], dict[str, Any]]:
+def run_row(
+    rank: int, size: int, row: dict[str, Any], fabric: str, device: str
+) -> tuple[list[str], list[Tensor], dict[str, Any]]:
     import echo_pg
 
     options = echo_pg.Options(
-        policy="all", min_bytes=0, dtypes=("float32", "bfloat16", "float16"), **covering.options_of(row)
+        policy="all",
+        min_bytes=0,
+        dtypes=("float32", "bfloat16", "float16"),
+        fabric=fabric,
+        **covering.options_of(row),
     )
     group = dist.new_group(list(range(size)), backend="echo", pg_options=options)
     digests, results = [], []
@@ -51,8 +57,9 @@ def run_row(rank: int, size: int, row: dict[str, Any]) -> tuple[list[str], list[
         with torch.no_grad():
             echo_pg.new_pass(row["direction"], group)
             for site in range(sites):
-                tensor = inputs(row, pass_index, site)[rank].clone()
+                tensor = inputs(row, pass_index, site)[rank].to(device)
                 dist.all_reduce(tensor, group=group)
+                tensor = tensor.cpu()
                 digests.append(digest(tensor))
                 if rank == 0:
                     results.append(tensor)
@@ -61,8 +68,10 @@ def run_row(rank: int, size: int, row: dict[str, Any]) -> tuple[list[str], list[
     return digests, results, stats
 
 
-def run_rows(rank: int, size: int, rows: list[dict[str, Any]]) -> list[Any]:
-    return [run_row(rank, size, row) for row in rows]
+def run_rows(rank: int, size: int, rows: list[dict[str, Any]], fabric: str, device: str = "cpu") -> list[Any]:
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+    return [run_row(rank, size, row, fabric, device) for row in rows]
 
 
 def first_difference(actual: Tensor, expected: Tensor) -> str:
@@ -72,7 +81,7 @@ def first_difference(actual: Tensor, expected: Tensor) -> str:
     return f"element {element} byte {byte}: got {actual.view(-1)[element]}, expected {expected.view(-1)[element]}"
 
 
-def check_row(row: dict[str, Any], outcomes: list[Any]) -> None:
+def check_row(row: dict[str, Any], outcomes: list[Any], fabric: str) -> None:
     group = RefGroup(row["size"], **covering.options_of(row))
     _, results, stats = outcomes[0]
     for rank, outcome in enumerate(outcomes):
@@ -86,15 +95,17 @@ def check_row(row: dict[str, Any], outcomes: list[Any]) -> None:
                 pytest.fail(f"pass {pass_index} site {site}, {first_difference(results[index], expected)}, {row}")
             index += 1
     assert stats["calls_quantized"] == sum(SITES), f"{stats['forwarded']}: {row}"
+    assert stats["fabric"] == fabric
 
 
+@pytest.mark.parametrize("fabric", ("wire", "peer"))
 @pytest.mark.parametrize("size", covering.FACTORS["size"])
-def test_every_pair_of_options_equals_the_reference(size: int) -> None:
+def test_every_pair_of_options_equals_the_reference(size: int, fabric: str) -> None:
     rows = [row for row in covering.pairwise() if row["size"] == size]
     assert rows
-    outcomes = run_ranks(run_rows, size, rows, timeout=240)
+    outcomes = run_ranks(run_rows, size, rows, fabric, timeout=280)
     for index, row in enumerate(rows):
-        check_row(row, [outcome[index] for outcome in outcomes])
+        check_row(row, [outcome[index] for outcome in outcomes], fabric)
 
 
 def run_shapes(rank: int, size: int) -> list[tuple[str, list[int], Tensor]]:

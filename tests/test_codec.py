@@ -7,13 +7,9 @@ from __future__ import annotations
 
 import itertools
 
+import data
 import pytest
 import torch
-from torch import Tensor
-
-import data
-import echo_pg
-from echo_pg import build
 from reference import (
     Codec,
     Feedback,
@@ -28,6 +24,10 @@ from reference import (
     update,
 )
 from reference_group import RefGroup
+from torch import Tensor
+
+import echo_pg
+from echo_pg import build
 
 testing = build.extension().testing
 
@@ -81,7 +81,10 @@ def test_tiles_and_decoded_values(group: tuple[int, int], dtype: torch.dtype) ->
     numel = 5 * group[0] + 3
     present = present_mask(numel, group[0])
     formats = itertools.product(
-        (4, 8), ("symmetric", "asymmetric", "zero_aware"), ("bfloat16", "float16"), ((0.125, 1.0), (0.0, 0.95), (1.0, 0.5))
+        (4, 8),
+        ("symmetric", "asymmetric", "zero_aware"),
+        ("bfloat16", "float16"),
+        ((0.125, 1.0), (0.0, 0.95), (1.0, 0.5)),
     )
     for bits, quantizer, scale_dtype, (tau, clip) in formats:
         options = options_for(group, bits=bits, quantizer=quantizer, scale_dtype=scale_dtype, tau=tau, clip=clip)

@@ -166,7 +166,7 @@ def test_reports_of_a_live_group(debug, tmp_path):
 
 def test_the_log_says_that_it_works(tmp_path):
     first, second = two_ranks(REPORTS, tmp_path)
-    assert "[echo] group default_pg: quantizing over 2 ranks (fabric wire, 4 bits" in first
+    assert "[echo] group default_pg: quantizing over 2 ranks (fabric peer, 4 bits" in first
     assert "[echo] group default_pg ends: 6 calls quantized" in first and "exact() (3)" in first
     assert "[echo]" not in second
 
@@ -215,4 +215,4 @@ def test_the_doctor_over_two_ranks():
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = subprocess.run([*command, "-m", "echo_pg", "doctor"], capture_output=True, text=True, timeout=120, cwd="/")
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("live: 2 ranks, fabric wire") == 3 and "All is well." in done.stdout
+    assert done.stdout.count("live: 2 ranks, fabric peer") == 3 and "All is well." in done.stdout

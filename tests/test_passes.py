@@ -3,6 +3,7 @@ state pool, diagnostics."""
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import pytest
@@ -126,6 +127,9 @@ def run_roles(rank: int, size: int) -> dict[str, int]:
         def forward(self, x: Tensor) -> Tensor:
             return self.lm_head(x)
 
+    class OptimizedModule(Plain):  # named as torch.compile's wrapper is
+        pass
+
     leaf = torch.ones(4, 8, dtype=torch.bfloat16, requires_grad=True)
     counted("outside", reduce)
     counted("module", lambda: Plain()(0))
@@ -133,6 +137,7 @@ def run_roles(rank: int, size: int) -> dict[str, int]:
     counted("linear", lambda: Plain(linear)(torch.ones(2, 2)))
     counted("output layer", lambda: LanguageModel()(torch.ones(2, 2)))
     handle = leaf.register_post_accumulate_grad_hook(reduce)
+    counted("compiled", lambda: OptimizedModule(Plain())(0))
     counted("parameter gradient", lambda: (leaf * 2).sum().backward())
     handle.remove()
     inner = leaf * 2
@@ -145,8 +150,8 @@ def run_roles(rank: int, size: int) -> dict[str, int]:
 
 def test_roles_under_policy_auto() -> None:
     assert run_ranks(run_roles, 2)[0] == {
-        "outside": 0, "module": 1, "embedding": 0, "linear": 1, "output layer": 0, "parameter gradient": 0,
-        "gradient of a value": 1, "exact": 0,
+        "outside": 0, "module": 1, "embedding": 0, "linear": 1, "output layer": 0, "compiled": 0,
+        "parameter gradient": 0, "gradient of a value": 1, "exact": 0,
     }  # fmt: skip
 
 
@@ -288,3 +293,33 @@ def test_memory_does_not_grow_with_the_number_of_shapes() -> None:
     assert max(by_pass) <= largest
     assert by_pass == sorted(by_pass), "storage only grows, to what the largest pass needs"
     assert max(by_call) <= 2 * 64 * largest
+
+
+def run_logged(rank: int, size: int) -> list[str]:
+    """What a group that never quantizes says in six passes, and one that does."""
+    lines: list[str] = []
+
+    class Keep(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            lines.append(f"{record.levelname} {record.getMessage()}")
+
+    logging.getLogger("echo_pg").addHandler(Keep())
+    leaf = torch.ones(4, 8, dtype=torch.bfloat16, requires_grad=True)
+    idle, busy = echo_group(policy="auto"), echo_group(policy="all")
+    leaf.register_post_accumulate_grad_hook(lambda leaf: dist.all_reduce(leaf.grad, group=idle))
+    for _ in range(6):
+        (leaf * 2).sum().backward()
+    for _ in range(2):
+        dist.all_reduce(contribution(rank), group=busy)
+    for group in idle, busy:
+        dist.destroy_process_group(group)
+    return lines
+
+
+def test_what_groups_say() -> None:
+    first, second = run_ranks(run_logged, 2)
+    assert second == [], "rank 0 speaks for the group"
+    assert len(first) == 4, first
+    assert first[0].startswith("WARNING") and "parameter gradient" in first[0]
+    assert first[1].startswith("INFO") and "4 bits" in first[1] and "fabric" in first[1]
+    assert "parameter gradient" in first[2] and "2 calls" in first[3]

@@ -21,26 +21,25 @@ uint64_t mix(uint64_t hash, uint64_t value) {
 uint64_t hash_plan(const Plan& plan) {
   const Codec& codec = plan.codec;
   const Feedback& fb = plan.feedback;
-  const uint64_t fields[] = {
-      static_cast<uint64_t>(plan.numel),
-      static_cast<uint64_t>(plan.world_size),
-      static_cast<uint64_t>(plan.dtype),
-      static_cast<uint64_t>(plan.first_site),
-      static_cast<uint64_t>(codec.bits),
-      static_cast<uint64_t>(codec.group_elems),
-      static_cast<uint64_t>(codec.quantizer),
-      static_cast<uint64_t>(codec.scale_dtype),
-      static_cast<uint64_t>(codec.rotation_log2),
-      bits_of(codec.tau),
-      bits_of(codec.clip),
-      static_cast<uint64_t>(fb.enabled),
-      static_cast<uint64_t>(fb.residual),
-      static_cast<uint64_t>(fb.state_dtype),
-      bits_of(fb.beta1),
-      bits_of(fb.beta2),
-      bits_of(fb.k1),
-      bits_of(fb.k2),
-      bits_of(fb.k3)};
+  const uint64_t fields[] = {static_cast<uint64_t>(plan.numel),
+                             static_cast<uint64_t>(plan.world_size),
+                             static_cast<uint64_t>(plan.dtype),
+                             static_cast<uint64_t>(plan.first_site),
+                             static_cast<uint64_t>(codec.bits),
+                             static_cast<uint64_t>(codec.group_elems),
+                             static_cast<uint64_t>(codec.quantizer),
+                             static_cast<uint64_t>(codec.scale_dtype),
+                             static_cast<uint64_t>(codec.rotation_log2),
+                             bits_of(codec.tau),
+                             bits_of(codec.clip),
+                             static_cast<uint64_t>(fb.enabled),
+                             static_cast<uint64_t>(fb.residual),
+                             static_cast<uint64_t>(fb.state_dtype),
+                             bits_of(fb.beta1),
+                             bits_of(fb.beta2),
+                             bits_of(fb.k1),
+                             bits_of(fb.k2),
+                             bits_of(fb.k3)};
   uint64_t hash = kHashSeed;
   for (const uint64_t field : fields) hash = mix(hash, field);
   return hash;
@@ -73,7 +72,8 @@ const char* dtype_name(uint8_t dtype) {
 std::string describe(const CallRecord& record) {
   std::ostringstream out;
   out << "number " << record.call_number << ", numel " << record.numel << ", dtype " << dtype_name(record.dtype) << ", "
-      << int{record.bits} << " bits, " << name_of(record.direction) << (record.first_site ? ", first site of its pass" : "");
+      << int{record.bits} << " bits, " << name_of(record.direction)
+      << (record.first_site ? ", first site of its pass" : "");
   return out.str();
 }
 
@@ -92,9 +92,10 @@ CallRecord make_call_record(const Plan& plan, Direction direction, uint64_t call
 }
 
 std::string describe_mismatch(const CallRecord& mine, int32_t my_rank, const CallRecord& theirs, int32_t their_rank) {
-  const bool same = mine.magic == theirs.magic && mine.call_number == theirs.call_number && mine.numel == theirs.numel &&
-      mine.plan_hash == theirs.plan_hash && mine.dtype == theirs.dtype && mine.bits == theirs.bits &&
-      mine.direction == theirs.direction && mine.first_site == theirs.first_site;
+  const bool same = mine.magic == theirs.magic && mine.call_number == theirs.call_number &&
+                    mine.numel == theirs.numel && mine.plan_hash == theirs.plan_hash && mine.dtype == theirs.dtype &&
+                    mine.bits == theirs.bits && mine.direction == theirs.direction &&
+                    mine.first_site == theirs.first_site;
   if (same) return {};
   std::ostringstream out;
   if (mine.magic != theirs.magic) {

@@ -1,5 +1,6 @@
-// What the ranks tell each other at the start of a call, before any code moves: 64 bytes, compared field by field, so that ranks that
-// disagree on the call fault at once and say how, instead of decoding each other's bytes under another plan.
+// What the ranks tell each other at the start of a call, before any code moves: 64 bytes, compared field by field, so
+// that ranks that disagree on the call fault at once and say how, instead of decoding each other's bytes under another
+// plan.
 #pragma once
 
 #include <cstdint>
@@ -9,14 +10,14 @@
 
 namespace echo {
 
-inline constexpr int kProtocolVersion = 1;  // ranks with different versions never form a group
+inline constexpr int kProtocolVersion = 1;                    // ranks with different versions never form a group
 constexpr uint64_t kCallRecordMagic = 0x3130304f48434521ull;  // changes with the layout below
 
 struct CallRecord {
   uint64_t magic = kCallRecordMagic;
-  uint64_t call_number = 0;    // quantized calls of this group so far
+  uint64_t call_number = 0;  // quantized calls of this group so far
   int64_t numel = 0;
-  uint64_t plan_hash = 0;      // every field of the plan that must agree
+  uint64_t plan_hash = 0;  // every field of the plan that must agree
   uint8_t dtype = 0;
   uint8_t bits = 0;
   uint8_t direction = 0;
@@ -28,7 +29,8 @@ static_assert(sizeof(CallRecord) == 64);
 
 CallRecord make_call_record(const Plan& plan, Direction direction, uint64_t call_number);
 
-// Empty if the two agree, else what differs, in words: "rank 1 called all_reduce number 7 with numel 12, rank 0 with 16".
+// Empty if the two agree, else what differs, in words: "rank 1 called all_reduce number 7 with numel 12, rank 0 with
+// 16".
 std::string describe_mismatch(const CallRecord& mine, int32_t my_rank, const CallRecord& theirs, int32_t their_rank);
 
 }  // namespace echo

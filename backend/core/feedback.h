@@ -53,7 +53,8 @@ ECHO_HD float load_state16(uint16_t stored, StateDType dtype) {
 // int8: symmetric over the group with 127 levels and a bf16 scale; a group of zeros has scale 0 and codes 0.
 ECHO_HD uint16_t int8_state_scale(uint32_t max_magnitude) {
   if (max_magnitude == 0) return 0;
-  return ceil16(greater(float_of(max_magnitude) / 127.0f, smallest_scale(ScaleDType::kBFloat16)), ScaleDType::kBFloat16);
+  return ceil16(greater(float_of(max_magnitude) / 127.0f, smallest_scale(ScaleDType::kBFloat16)),
+                ScaleDType::kBFloat16);
 }
 
 ECHO_HD float int8_state_inverse(uint16_t scale_bits) {

@@ -1,7 +1,7 @@
 // Bit-level number formats: conversions that round to nearest even, directed rounding of scales, the canonical NaN.
 //
-// Invariants: every function is exact IEEE arithmetic written with integers or single fp32 operations, so that each compiler and device gives
-// the same bits; branch-free where it runs per element, so that compilers vectorise it.
+// Invariants: every function is exact IEEE arithmetic written with integers or single fp32 operations, so that each
+// compiler and device gives the same bits; branch-free where it runs per element, so that compilers vectorise it.
 #pragma once
 
 #include <cstdint>
@@ -65,7 +65,8 @@ ECHO_HD uint16_t to_bfloat16(float x) {
   return static_cast<uint16_t>(is_nan(x) ? kNanBitsBFloat16 : rounded);
 }
 
-// The fp16 exponent and fraction, moved into place, are 2^-112 too small as fp32; the product is exact, subnormals included.
+// The fp16 exponent and fraction, moved into place, are 2^-112 too small as fp32; the product is exact, subnormals
+// included.
 ECHO_HD float from_float16(uint16_t h) {
   const uint32_t magnitude = static_cast<uint32_t>(h & 0x7fffu) << 13;
   const uint32_t scaled = bits_of(float_of(magnitude) * float_of(0x77800000u));

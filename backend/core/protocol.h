@@ -1,19 +1,23 @@
-// All counters of the peer-memory protocol and where they lie: one slab per rank, written by its peers, read by its owner.
+// All counters of the peer-memory protocol and where they lie: one slab per rank, written by its peers, read by its
+// owner.
 //
-//   word                              writer          readers      meaning                                order              at rest
-//   flag[lane][stage][source][slot]   source rank     slab owner   ticket of the tile in that slot        release/acquire P1  last ticket
-//   record[source][call parity]       source rank     slab owner   the call's record (call_record.h)      by its ticket P2    last record
-//   record_ticket[source][parity]     source rank     slab owner   call number + 1 of that record         release/acquire P2  last call
-//   fault                             anyone, once    slab owner   1 + index of the fault's author        release/acquire P3  0
+//   word                              writer          readers      meaning                                order at rest
+//   flag[lane][stage][source][slot]   source rank     slab owner   ticket of the tile in that slot release/acquire P1
+//   last ticket record[source][call parity]       source rank     slab owner   the call's record (call_record.h) by its
+//   ticket P2    last record record_ticket[source][parity]     source rank     slab owner   call number + 1 of that
+//   record         release/acquire P2  last call fault                             anyone, once    slab owner   1 +
+//   index of the fault's author        release/acquire P3  0
 //
-// A ticket is 64 bits: low half the lane's tile sequence plus one, high half a hash of the call. The sequence counts a lane's tiles over the
-// life of the group, wraps at 2^32, and is never cleared; expected tickets are computed where they are waited for, nothing comes from a
-// caller, so that a captured call can be replayed. Each slot has its own ticket: a producer may run ahead into the next call, and a counter shared by the
-// slots would then show the hash of that call to a consumer that still waits in this one.
+// A ticket is 64 bits: low half the lane's tile sequence plus one, high half a hash of the call. The sequence counts a
+// lane's tiles over the life of the group, wraps at 2^32, and is never cleared; expected tickets are computed where
+// they are waited for, nothing comes from a caller, so that a captured call can be replayed. Each slot has its own
+// ticket: a producer may run ahead into the next call, and a counter shared by the slots would then show the hash of
+// that call to a consumer that still waits in this one.
 //
-// Why no credits are needed with D = 2d+1 slots: before push(i) a lane has seen gather(i-1-2d) of every peer, which each peer sent after it
-// had read push(i-1-2d) of this rank; and a peer gathers tile k into this slab only after it has acquired this rank's push(k), which follows
-// this rank's tail(k-1-2d). So slot k % D is free in both rings when it is written.
+// Why no credits are needed with D = 2d+1 slots: before push(i) a lane has seen gather(i-1-2d) of every peer, which
+// each peer sent after it had read push(i-1-2d) of this rank; and a peer gathers tile k into this slab only after it
+// has acquired this rank's push(k), which follows this rank's tail(k-1-2d). So slot k % D is free in both rings when it
+// is written.
 #pragma once
 
 #include <cstddef>
@@ -61,12 +65,14 @@ ECHO_HD int64_t record_offset(const SlabShape& shape, int32_t source, int32_t pa
 }
 ECHO_HD int64_t flag_offset(const SlabShape& shape, int32_t lane, Stage stage, int32_t source, int32_t slot) {
   const int64_t index =
-      ((static_cast<int64_t>(lane) * kStages + static_cast<int64_t>(stage)) * shape.world_size + source) * kRingSlots + slot;
+      ((static_cast<int64_t>(lane) * kStages + static_cast<int64_t>(stage)) * shape.world_size + source) * kRingSlots +
+      slot;
   return record_offset(shape, shape.world_size, 0) + index * kCacheLineBytes;
 }
 ECHO_HD int64_t slot_offset(const SlabShape& shape, int32_t lane, Stage stage, int32_t source, int32_t slot) {
   const int64_t index =
-      ((static_cast<int64_t>(lane) * kStages + static_cast<int64_t>(stage)) * shape.world_size + source) * kRingSlots + slot;
+      ((static_cast<int64_t>(lane) * kStages + static_cast<int64_t>(stage)) * shape.world_size + source) * kRingSlots +
+      slot;
   return flag_offset(shape, shape.lanes, Stage::kPush, 0, 0) + index * shape.slot_bytes;
 }
 ECHO_HD int64_t slab_bytes(const SlabShape& shape) { return slot_offset(shape, shape.lanes, Stage::kPush, 0, 0); }

@@ -1,7 +1,7 @@
 // The three quantizers: parameters of a group from its extremes, one element to a code and back [paper 4.3].
 //
-// Scalar on purpose: host loops and device threads differ in how they visit a group, not in what they compute. `s` and `z` are always the
-// values as stored in 16 bits, widened: encoder and decoder use the same ones.
+// Scalar on purpose: host loops and device threads differ in how they visit a group, not in what they compute. `s` and
+// `z` are always the values as stored in 16 bits, widened: encoder and decoder use the same ones.
 #pragma once
 
 #include "config.h"
@@ -12,9 +12,9 @@ namespace echo {
 
 // What a group's values amount to before compression; the order in which they are visited does not matter.
 struct GroupStats {
-  float lo = 0.0f;                // smallest value
-  float hi = 0.0f;                // largest value
-  uint32_t max_magnitude = 0;     // bits of the largest |x|; at or above kInfBits32 if any value is not finite
+  float lo = 0.0f;             // smallest value
+  float hi = 0.0f;             // largest value
+  uint32_t max_magnitude = 0;  // bits of the largest |x|; at or above kInfBits32 if any value is not finite
 };
 
 struct GroupParams {
@@ -42,8 +42,8 @@ ECHO_HD uint16_t stored_scale(float step, ScaleDType format) {
   return ceil16(greater(step, smallest_scale(format)), format);
 }
 
-// Groups of one sign, given as 0 <= lo <= hi: the grid covers [lo', hi], lo' low enough that |z| stays within `z_limit` and so within
-// 1/8 step of its 16-bit rounding.
+// Groups of one sign, given as 0 <= lo <= hi: the grid covers [lo', hi], lo' low enough that |z| stays within `z_limit`
+// and so within 1/8 step of its 16-bit rounding.
 ECHO_HD GroupParams one_sided_params(float lo, float hi, float levels, ScaleDType format) {
   const float z_limit = format == ScaleDType::kBFloat16 ? 64.0f : 512.0f;
   const float low = lesser(lo, hi * (z_limit / (levels + z_limit)));
@@ -100,7 +100,8 @@ ECHO_HD GroupGrid group_grid(const GroupParams& params, const Codec& codec) {
   return grid;
 }
 
-// The code as an integral float. The limits are integers, so clamping before rounding gives what clamping after it would.
+// The code as an integral float. The limits are integers, so clamping before rounding gives what clamping after it
+// would.
 ECHO_HD float encode_element(float x, const GroupGrid& grid) {
   const float position = x * grid.inverse + grid.zero;
   return round_to_int(lesser(greater(position, grid.code_min), grid.code_max));

@@ -1,6 +1,7 @@
 // What an owner does to one element: the sum in rank order, and the value whose difference from it is the residual.
 //
-// y_0 starts the sum (not 0, so that -0 + -0 keeps its sign); the owner's own contribution takes its place in full precision.
+// y_0 starts the sum (not 0, so that -0 + -0 keeps its sign); the owner's own contribution takes its place in full
+// precision.
 #pragma once
 
 #include "config.h"

@@ -1,7 +1,8 @@
 // Signs and scale factors of the rotation; the butterflies themselves are (u+v, u-v) at strides 1, 2, 4, ... in fp32.
 //
-// A run of 2^m elements is multiplied by signs, then by the Walsh-Hadamard matrix in natural order; the way back is butterflies, the exact
-// factor 2^-m, signs. With fp16 scales the factor is split between the two ways, so that entry does not leave fp16's range.
+// A run of 2^m elements is multiplied by signs, then by the Walsh-Hadamard matrix in natural order; the way back is
+// butterflies, the exact factor 2^-m, signs. With fp16 scales the factor is split between the two ways, so that entry
+// does not leave fp16's range.
 #pragma once
 
 #include "config.h"

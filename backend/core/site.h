@@ -14,9 +14,9 @@ namespace echo {
 
 struct Site {
   Plan plan;
-  void* tensor = nullptr;   // contiguous, plan.numel elements; read by push and reduce, overwritten by tail
-  void* state = nullptr;    // state_bytes(plan) bytes; nullptr without feedback
-  int32_t rescale_log2 = 0; // k: encoders take values times 2^k, decoded values are multiplied by 2^-k
+  void* tensor = nullptr;    // contiguous, plan.numel elements; read by push and reduce, overwritten by tail
+  void* state = nullptr;     // state_bytes(plan) bytes; nullptr without feedback
+  int32_t rescale_log2 = 0;  // k: encoders take values times 2^k, decoded values are multiplied by 2^-k
 };
 
 }  // namespace echo

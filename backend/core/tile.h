@@ -1,12 +1,12 @@
-// All offsets: which elements form a group, which groups a rank owns, where codes and parameters lie in a tile, where the
-// compensator's state lies in its slot. Nothing else in the project computes an offset.
+// All offsets: which elements form a group, which groups a rank owns, where codes and parameters lie in a tile, where
+// the compensator's state lies in its slot. Nothing else in the project computes an offset.
 //
 //   tensor   | group 0 | group 1 | ...                        | group G-1 (may be partial) |
 //   segments | rank 0: C groups      | rank 1: C groups | ... | late ones short or empty   |
 //   tile     | codes: n * g*bits/8 bytes | parameters: n * 2 or 4 bytes | zeros to 16 bytes |
 //
-// 4-bit codes: element 2i in the low nibble of byte i, 2i+1 in the high one. Parameters: scale, then (not for symmetric) zero-point, 16
-// bits each, little endian. Codes of absent elements and bytes of absent groups are 0.
+// 4-bit codes: element 2i in the low nibble of byte i, 2i+1 in the high one. Parameters: scale, then (not for
+// symmetric) zero-point, 16 bits each, little endian. Codes of absent elements and bytes of absent groups are 0.
 #pragma once
 
 #include "config.h"
@@ -50,7 +50,16 @@ ECHO_HD int64_t tile_bytes(const Codec& codec, int64_t tile_groups) {
   return align_up(tile_groups * (code_bytes(codec) + param_bytes(codec)));
 }
 
-// Slot of the compensator's state. int8: codes, then one bf16 scale per group; other formats: the elements alone. c first, then m1.
+// What one rank has to send for a call, were there no padding: 2(P-1)/P * N * w, with w = bits/8 + parameter bytes / g;
+// rounded up.
+inline int64_t ideal_wire_bytes(const Plan& plan) {
+  const int64_t per_group = code_bytes(plan.codec) + param_bytes(plan.codec);
+  return ceil_div(2 * (plan.world_size - 1) * plan.numel * per_group,
+                  static_cast<int64_t>(plan.world_size) * plan.codec.group_elems);
+}
+
+// Slot of the compensator's state. int8: codes, then one bf16 scale per group; other formats: the elements alone. c
+// first, then m1.
 ECHO_HD int64_t state_elem_bytes(StateDType dtype) {
   return dtype == StateDType::kFloat32 ? 4 : dtype == StateDType::kInt8 ? 1 : 2;
 }

@@ -7,7 +7,8 @@
 
 namespace echo {
 
-// How far push runs ahead of reduce, and reduce of tail, in tiles; a ring of 2d+1 slots is then never overwritten early.
+// How far push runs ahead of reduce, and reduce of tail, in tiles; a ring of 2d+1 slots is then never overwritten
+// early.
 constexpr int kLookAhead = 1;
 constexpr int kRingSlots = 2 * kLookAhead + 1;
 
@@ -20,12 +21,14 @@ constexpr int64_t kPeerSlotBytes = 64 << 10;
 constexpr int32_t kPeerMaxLanes = 4;
 constexpr int64_t kPeerMinWorkspaceBytes = 4 << 20;
 
-// Bytes of the buffers that one tile of `tile_groups` groups needs on a rank: sent, received and gathered from everyone, reduced once.
+// Bytes of the buffers that one tile of `tile_groups` groups needs on a rank: sent, received and gathered from
+// everyone, reduced once.
 inline int64_t wire_slot_bytes(const Plan& plan, int64_t tile_groups) {
   return (3 * plan.world_size + 1) * tile_bytes(plan.codec, tile_groups);
 }
 
-// Groups per tile: the tuned size, fewer if the ring would not fit the workspace or the segment is smaller; at least one.
+// Groups per tile: the tuned size, fewer if the ring would not fit the workspace or the segment is smaller; at least
+// one.
 inline int64_t wire_tile_groups(const Plan& plan, int64_t tile_elems, int64_t workspace_bytes) {
   int64_t groups = min_i64(segment_groups(plan), ceil_div(tile_elems, plan.codec.group_elems));
   while (groups > 1 && kRingSlots * wire_slot_bytes(plan, groups) > workspace_bytes) groups = ceil_div(groups, 2);

@@ -1,4 +1,5 @@
-// The butterflies of the rotation, in vectors: for stride h, element i of a run becomes x[i^h] + x[i] where bit h of i is 0, x[i^h] - x[i] where it is 1.
+// The butterflies of the rotation, in vectors: for stride h, element i of a run becomes x[i^h] + x[i] where bit h of i
+// is 0, x[i^h] - x[i] where it is 1.
 //
 // One addition per element and stride, as in the scalar form: x[i^h] + (-x[i]) is x[i^h] - x[i] to the bit.
 #pragma once

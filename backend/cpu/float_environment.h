@@ -1,6 +1,8 @@
-// Sets what the core's arithmetic assumes about the processor: round to nearest even, subnormals neither flushed nor read as zero.
+// Sets what the core's arithmetic assumes about the processor: round to nearest even, subnormals neither flushed nor
+// read as zero.
 //
-// Frameworks turn flushing on per thread (torch.set_flush_denormal, the start-up code of other libraries), so a lane never trusts what it finds.
+// Frameworks turn flushing on per thread (torch.set_flush_denormal, the start-up code of other libraries), so a lane
+// never trusts what it finds.
 #pragma once
 
 #include <cstdint>

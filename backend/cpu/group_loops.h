@@ -1,7 +1,8 @@
-// Loops over one group of at most kMaxGroupElems elements held in an aligned fp32 array: the host's way of visiting what core/ defines.
+// Loops over one group of at most kMaxGroupElems elements held in an aligned fp32 array: the host's way of visiting
+// what core/ defines.
 //
-// Everything here has internal linkage (see core/hd.h) and is written so that compilers vectorise it without reordering any sum. `elems` is
-// the number of elements present; nothing is read or written beyond it in caller memory.
+// Everything here has internal linkage (see core/hd.h) and is written so that compilers vectorise it without reordering
+// any sum. `elems` is the number of elements present; nothing is read or written beyond it in caller memory.
 #pragma once
 
 #include <cstddef>
@@ -13,16 +14,12 @@
 #include "../core/rotation.h"
 #include "../core/tile.h"
 #include "butterflies.h"
-#include "vectors.h"
+#include "code_loops.h"
 
 namespace echo::cpu {
 
 struct alignas(64) GroupArray {
   float at[kMaxGroupElems];
-};
-
-struct alignas(64) CodeArray {
-  uint8_t at[kMaxGroupElems];
 };
 
 struct SignTable {
@@ -39,13 +36,23 @@ static inline void load_group(const void* tensor, DType dtype, int64_t first_ele
     std::memcpy(out, source, sizeof(float) * elems);
     return;
   }
+  if (dtype == DType::kBFloat16) {
+    int i = 0;
+    for (; i + kVectorElems <= elems; i += kVectorElems) {
+      HalfVector half;
+      std::memcpy(&half, source + 2 * i, sizeof(half));
+      store_vector((FloatVector)(__builtin_convertvector(half, IntVector) << 16), out + i);
+    }
+    for (; i < elems; ++i) {
+      uint16_t half;
+      std::memcpy(&half, source + 2 * i, sizeof(half));
+      out[i] = from_bfloat16(half);
+    }
+    return;
+  }
   alignas(64) uint16_t raw[kMaxGroupElems];
   std::memcpy(raw, source, sizeof(uint16_t) * elems);
-  if (dtype == DType::kBFloat16) {
-    for (int i = 0; i < elems; ++i) out[i] = from_bfloat16(raw[i]);
-  } else {
-    for (int i = 0; i < elems; ++i) out[i] = from_float16(raw[i]);
-  }
+  for (int i = 0; i < elems; ++i) out[i] = from_float16(raw[i]);
 }
 
 static inline void store_group(const float* values, DType dtype, int64_t first_elem, int elems, void* tensor) {
@@ -56,12 +63,20 @@ static inline void store_group(const float* values, DType dtype, int64_t first_e
     std::memcpy(target, canonical.at, sizeof(float) * elems);
     return;
   }
-  alignas(64) uint16_t raw[kMaxGroupElems];
   if (dtype == DType::kBFloat16) {
-    for (int i = 0; i < elems; ++i) raw[i] = to_bfloat16(values[i]);
-  } else {
-    for (int i = 0; i < elems; ++i) raw[i] = to_float16(values[i]);
+    int i = 0;
+    for (; i + kVectorElems <= elems; i += kVectorElems) {
+      const HalfVector half = to_bfloat16_vector(load_vector(values + i));
+      std::memcpy(target + 2 * i, &half, sizeof(half));
+    }
+    for (; i < elems; ++i) {
+      const uint16_t half = to_bfloat16(values[i]);
+      std::memcpy(target + 2 * i, &half, sizeof(half));
+    }
+    return;
   }
+  alignas(64) uint16_t raw[kMaxGroupElems];
+  for (int i = 0; i < elems; ++i) raw[i] = to_float16(values[i]);
   std::memcpy(target, raw, sizeof(uint16_t) * elems);
 }
 
@@ -101,7 +116,8 @@ static inline uint32_t group_max_magnitude(const float* x, int elems) {
   return largest;
 }
 
-// A NaN may be dropped from the extremes; max_magnitude tells. Several vectors at a time, so that no comparison waits for the one before.
+// A NaN may be dropped from the extremes; max_magnitude tells. Several vectors at a time, so that no comparison waits
+// for the one before.
 static inline GroupStats group_stats(const float* x, int elems) {
   constexpr int kColumns = 2;
   constexpr int kBlock = kColumns * kVectorElems;
@@ -127,8 +143,7 @@ static inline GroupStats group_stats(const float* x, int elems) {
     const IntVector most = greater_of(magnitude[0], magnitude[1]);
     stats.lo = fold(low, [](FloatVector p, FloatVector q) { return lesser_of(p, q); });
     stats.hi = fold(high, [](FloatVector p, FloatVector q) { return greater_of(p, q); });
-    stats.max_magnitude =
-        static_cast<uint32_t>(fold(most, [](IntVector p, IntVector q) { return greater_of(p, q); }));
+    stats.max_magnitude = static_cast<uint32_t>(fold(most, [](IntVector p, IntVector q) { return greater_of(p, q); }));
   }
   for (; i < elems; ++i) {
     stats.lo = lesser(x[i], stats.lo);
@@ -137,52 +152,6 @@ static inline GroupStats group_stats(const float* x, int elems) {
     stats.max_magnitude = stats.max_magnitude < m ? m : stats.max_magnitude;
   }
   return stats;
-}
-
-static inline void encode_group(const float* x, int elems, const GroupGrid& grid, float* codes) {
-  const GroupGrid g = grid;
-  if (g.code_max == 0.0f) {
-    std::memset(codes, 0, sizeof(float) * elems);
-    return;
-  }
-  for (int i = 0; i < elems; ++i) codes[i] = encode_element(x[i], g);
-}
-
-static inline void decode_group(const float* codes, int elems, const GroupGrid& grid, float* out) {
-  const GroupGrid g = grid;
-  for (int i = 0; i < elems; ++i) out[i] = decode_element(codes[i], g);
-}
-
-static inline void pack_codes(const float* codes, int elems, const Codec& codec, std::byte* out) {
-  CodeArray code;
-  const int padded = codec.group_elems;
-  for (int i = 0; i < elems; ++i) code.at[i] = static_cast<uint8_t>(static_cast<int32_t>(codes[i]));
-  for (int i = elems; i < padded; ++i) code.at[i] = 0;
-  if (codec.bits == 8) {
-    std::memcpy(out, code.at, padded);
-    return;
-  }
-  CodeArray packed;
-  for (int i = 0; i < padded / 2; ++i) {
-    packed.at[i] = static_cast<uint8_t>((code.at[2 * i] & 0xf) | (code.at[2 * i + 1] << 4));
-  }
-  std::memcpy(out, packed.at, padded / 2);
-}
-
-static inline void unpack_codes(const std::byte* in, int elems, const Codec& codec, float* codes) {
-  CodeArray code;
-  if (codec.bits == 8) {
-    std::memcpy(code.at, in, elems);
-  } else {
-    CodeArray packed;
-    std::memcpy(packed.at, in, (elems + 1) / 2);
-    for (int i = 0; i < (elems + 1) / 2; ++i) {
-      code.at[2 * i] = packed.at[i] & 0xf;
-      code.at[2 * i + 1] = packed.at[i] >> 4;
-    }
-  }
-  const Codec c = codec;
-  for (int i = 0; i < elems; ++i) codes[i] = code_value(code.at[i], c);
 }
 
 static inline GroupParams load_params(const std::byte* at, const Codec& codec) {

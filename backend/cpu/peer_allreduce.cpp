@@ -1,5 +1,5 @@
-// Phases, as in every composition: agree, then per tile push, reduce, gather, tail, with tiles in different phases at a time:
-// step t of a lane is push(t), reduce(t-d) with its gather, tail(t-2d).
+// Phases, as in every composition: agree, then per tile push, reduce, gather, tail, with tiles in different phases at a
+// time: step t of a lane is push(t), reduce(t-d) with its gather, tail(t-2d).
 #include "peer_allreduce.h"
 
 #include <cstring>
@@ -32,7 +32,8 @@ PeerGroup::PeerGroup(SlabShape shape, int32_t rank, std::vector<std::byte*> slab
       stages_(active_stages()) {}
 
 uint32_t PeerGroup::call_hash(const CallRecord& record) const {
-  const uint64_t mixed = record.plan_hash ^ (record.call_number * 0x9e3779b97f4a7c15ull) ^ (uint64_t{record.direction} << 56);
+  const uint64_t mixed =
+      record.plan_hash ^ (record.call_number * 0x9e3779b97f4a7c15ull) ^ (uint64_t{record.direction} << 56);
   return static_cast<uint32_t>(mixed >> 32) ^ static_cast<uint32_t>(mixed);
 }
 
@@ -40,12 +41,13 @@ int64_t PeerGroup::wire_bytes(const Plan& plan) const {
   const int64_t groups = segment_groups(plan);
   const int64_t tile_groups = peer_tile_groups(plan, view_.shape);
   const int64_t rest = groups % tile_groups;
-  const int64_t segment = groups / tile_groups * tile_bytes(plan.codec, tile_groups) +
-                          (rest > 0 ? tile_bytes(plan.codec, rest) : 0);
+  const int64_t segment =
+      groups / tile_groups * tile_bytes(plan.codec, tile_groups) + (rest > 0 ? tile_bytes(plan.codec, rest) : 0);
   return (plan.world_size - 1) * (2 * segment + kRecordBytes);
 }
 
-// Everyone's record to everyone; waited for only where its max|x| is needed. Ranks that disagree on the call fault at the first ticket.
+// Everyone's record to everyone; waited for only where its max|x| is needed. Ranks that disagree on the call fault at
+// the first ticket.
 bool PeerGroup::agree(PeerCall& call, Clock::time_point deadline) {
   const int32_t rank = view_.rank;
   const auto parity = static_cast<int32_t>(call.call_number % kCallParities);
@@ -81,7 +83,8 @@ bool PeerGroup::all_reduce(const PeerCall& given,
       if (!run_lane(call, lane, deadline, observer)) complete = false;
     });
   }
-  // A peer may have faulted where this rank had nothing to wait for: its result is then complete, and the next call reports.
+  // A peer may have faulted where this rank had nothing to wait for: its result is then complete, and the next call
+  // reports.
   if (!complete) fill_with_nan(call.site);
   return complete;
 }
@@ -109,7 +112,8 @@ bool PeerGroup::run_lane(const PeerCall& call, int32_t lane, Clock::time_point d
   const auto ticket = [&](int64_t i) { return ticket_of(first + static_cast<uint32_t>(i), hash); };
   const auto peer_at = [&](int32_t step) { return (rank + step) % shape.world_size; };
   const auto hand_over = [&](Stage stage, int32_t peer, int64_t i) {
-    word_at(slabs_[peer], flag_offset(shape, lane, stage, rank, slot(i))).store(ticket(i), std::memory_order_release);  // P1
+    word_at(slabs_[peer], flag_offset(shape, lane, stage, rank, slot(i)))
+        .store(ticket(i), std::memory_order_release);  // P1
   };
   const auto arrived = [&](Stage stage, int32_t source, int64_t i) {
     const int64_t offset = flag_offset(shape, lane, stage, source, slot(i));
@@ -120,7 +124,8 @@ bool PeerGroup::run_lane(const PeerCall& call, int32_t lane, Clock::time_point d
     if (const int64_t i = step; i < mine) {  // push
       for (int32_t turn = 1; turn < shape.world_size; ++turn) {
         const int32_t peer = peer_at(turn);
-        stages_.push(site, range(peer, i), room(i), slabs_[peer] + slot_offset(shape, lane, Stage::kPush, rank, slot(i)));
+        stages_.push(site, range(peer, i), room(i),
+                     slabs_[peer] + slot_offset(shape, lane, Stage::kPush, rank, slot(i)));
         hand_over(Stage::kPush, peer, i);
       }
       if (observer.on_stage) observer.on_stage(lane, Stage::kPush, tile_of(i));
@@ -144,7 +149,8 @@ bool PeerGroup::run_lane(const PeerCall& call, int32_t lane, Clock::time_point d
       for (int32_t turn = 0; turn < shape.world_size; ++turn) {
         const int32_t owner = peer_at(turn);
         if (owner != rank && !arrived(Stage::kGather, owner, i)) return false;
-        stages_.tail(site, range(owner, i), room(i), slabs_[rank] + slot_offset(shape, lane, Stage::kGather, owner, slot(i)));
+        stages_.tail(site, range(owner, i), room(i),
+                     slabs_[rank] + slot_offset(shape, lane, Stage::kGather, owner, slot(i)));
       }
       if (observer.on_stage) observer.on_stage(lane, Stage::kGather, tile_of(i));
     }
@@ -174,8 +180,8 @@ std::string PeerGroup::describe_fault(const PeerCall& call) const {
       out << "rank " << record.peer << " is in another call";
       break;
   }
-  out << " (rank " << record.rank << " waited in " << name_of(static_cast<Stage>(record.stage)) << ", lane " << record.lane
-      << ", expected ticket " << std::hex << record.expected << ", saw " << record.seen << ")";
+  out << " (rank " << record.rank << " waited in " << name_of(static_cast<Stage>(record.stage)) << ", lane "
+      << record.lane << ", expected ticket " << std::hex << record.expected << ", saw " << record.seen << ")";
   if (record.kind == FaultKind::kForeignTicket && record.rank == view_.rank) {
     const auto parity = static_cast<int32_t>(call.call_number % kCallParities);
     CallRecord theirs;

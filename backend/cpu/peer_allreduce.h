@@ -1,6 +1,7 @@
 // The composition over peer memory: ranks of one host write codes straight into each other's slabs.
 //
-// No torch: ranks may be processes that map each other's shared memory, or threads of a test that hand each other plain buffers.
+// No torch: ranks may be processes that map each other's shared memory, or threads of a test that hand each other plain
+// buffers.
 #pragma once
 
 #include <array>
@@ -34,9 +35,9 @@ class PeerGroup {
 
   const SlabShape& shape() const { return view_.shape; }
 
-  // Runs this rank's part of a call on `lanes` threads given by `run_lanes(body)`, which must call body(lane) once for each lane of the
-  // shape, in parallel or one after another where lanes is 1, and return when all have returned. False after a fault: the tensor is then filled with NaN
-  // and every later call fails at once.
+  // Runs this rank's part of a call on `lanes` threads given by `run_lanes(body)`, which must call body(lane) once for
+  // each lane of the shape, in parallel or one after another where lanes is 1, and return when all have returned. False
+  // after a fault: the tensor is then filled with NaN and every later call fails at once.
   bool all_reduce(const PeerCall& call, const std::function<void(const std::function<void(int32_t)>&)>& run_lanes,
                   const PeerObserver& observer = {});
 

@@ -71,7 +71,8 @@ bool wait_for_ticket(const PeerView& view, int64_t offset, uint64_t expected, Wa
       }
     }
     // A peer that left right after its last store has delivered: look once more before blaming it.
-    if (kind == FaultKind::kPeerExited && compare_ticket(word.load(std::memory_order_acquire), expected) == TicketState::kHere) {
+    if (kind == FaultKind::kPeerExited &&
+        compare_ticket(word.load(std::memory_order_acquire), expected) == TicketState::kHere) {
       return true;
     }
     if (kind != FaultKind::kNone) {

@@ -1,7 +1,7 @@
 // Bounded waiting for a ticket, and the fault word that ends all waiting of a group.
 //
-// A waiter spins briefly, then yields, then sleeps for short times, so that eight ranks make progress on two cores; from the yielding phase on it
-// also looks for an abort, for an exited peer and at the clock.
+// A waiter spins briefly, then yields, then sleeps for short times, so that eight ranks make progress on two cores;
+// from the yielding phase on it also looks for an abort, for an exited peer and at the clock.
 #pragma once
 
 #include <atomic>

@@ -21,7 +21,9 @@ namespace {
 
 constexpr const char* kFileSystem = "/dev/shm";
 
-[[noreturn]] void fail(int error, const std::string& what) { throw std::system_error(error, std::generic_category(), what); }
+[[noreturn]] void fail(int error, const std::string& what) {
+  throw std::system_error(error, std::generic_category(), what);
+}
 
 std::byte* map(int fd, int64_t bytes) {
   void* address = mmap(nullptr, static_cast<size_t>(bytes), PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
@@ -68,8 +70,9 @@ SharedMemory SharedMemory::open(const std::string& path, int64_t bytes) {
   SharedMemory memory;
   memory.handle_ = ::open(path.c_str(), O_RDWR | O_CLOEXEC);
   if (memory.handle_ < 0) fail(errno, "opening a peer's shared memory");
-  struct stat facts {};
-  if (fstat(memory.handle_, &facts) != 0 || facts.st_size != bytes) fail(EINVAL, "a peer's shared memory has another size");
+  struct stat facts{};
+  if (fstat(memory.handle_, &facts) != 0 || facts.st_size != bytes)
+    fail(EINVAL, "a peer's shared memory has another size");
   memory.data_ = map(memory.handle_, bytes);
   memory.bytes_ = bytes;
   memory.close_handle();
@@ -88,11 +91,11 @@ void SharedMemory::close_handle() noexcept {
 std::string host_identity() {
   std::string boot;
   std::ifstream("/proc/sys/kernel/random/boot_id") >> boot;
-  struct stat shm {};
+  struct stat shm{};
   stat(kFileSystem, &shm);
   std::ostringstream identity;
-  identity << boot << " " << link_target("/proc/self/ns/ipc") << " " << link_target("/proc/self/ns/pid") << " shm:" << shm.st_dev << ":"
-           << shm.st_ino << " uid:" << geteuid();
+  identity << boot << " " << link_target("/proc/self/ns/ipc") << " " << link_target("/proc/self/ns/pid")
+           << " shm:" << shm.st_dev << ":" << shm.st_ino << " uid:" << geteuid();
   return identity.str();
 }
 

@@ -1,8 +1,8 @@
 // A piece of memory that processes of one host share, and the facts by which they find out whether they can.
 //
-// An unnamed file of mode 0600 in the shared-memory file system, its pages reserved at creation, so that a later write cannot fail with SIGBUS. Peers
-// reach it through its creator's file descriptor in /proc, which the kernel grants to the same user alone. As it never has a name, nothing is left
-// behind however and whenever a process ends.
+// An unnamed file of mode 0600 in the shared-memory file system, its pages reserved at creation, so that a later write
+// cannot fail with SIGBUS. Peers reach it through its creator's file descriptor in /proc, which the kernel grants to
+// the same user alone. As it never has a name, nothing is left behind however and whenever a process ends.
 #pragma once
 
 #include <sys/types.h>
@@ -20,7 +20,8 @@ class SharedMemory {
   SharedMemory(SharedMemory&& other) noexcept;
   SharedMemory& operator=(SharedMemory&& other) noexcept;
 
-  // Zeroed memory of `bytes` bytes. Throws std::system_error; ENOSPC if the shared-memory file system has no room for it.
+  // Zeroed memory of `bytes` bytes. Throws std::system_error; ENOSPC if the shared-memory file system has no room for
+  // it.
   static SharedMemory create(int64_t bytes);
   // Maps what another process created and still holds the handle of. Throws std::system_error.
   static SharedMemory open(const std::string& path, int64_t bytes);
@@ -39,7 +40,8 @@ class SharedMemory {
   int64_t bytes_ = 0;
 };
 
-// Equal for processes that can share memory and see each other's process ids: boot, IPC and PID namespaces, shared-memory mount.
+// Equal for processes that can share memory and see each other's process ids: boot, IPC and PID namespaces,
+// shared-memory mount.
 std::string host_identity();
 
 // A peer's process, watched without a signal or a thread.

@@ -1,5 +1,5 @@
-// The stages for one instruction set. This file is compiled once per set, with ECHO_ISA naming it; nothing in it has external linkage
-// but the table `echo::cpu::<ECHO_ISA>::stages`.
+// The stages for one instruction set. This file is compiled once per set, with ECHO_ISA naming it; nothing in it has
+// external linkage but the table `echo::cpu::<ECHO_ISA>::stages`.
 #include "float_environment.h"
 #include "group_loops.h"
 #include "stages.h"
@@ -16,8 +16,10 @@
 namespace echo::cpu {
 namespace {
 
-// Encodes values and says what a receiver will decode; with a rescale both are in the caller's units.
-void quantize_group(const Site& site, const float* values, int elems, int64_t slot, int64_t tile_groups, std::byte* tile, float* decoded) {
+// Encodes values and says, unless `decoded` is null, what a receiver will decode; with a rescale both are in the
+// caller's units.
+void quantize_group(const Site& site, const float* values, int elems, int64_t slot, int64_t tile_groups,
+                    std::byte* tile, float* decoded) {
   const Codec& codec = site.plan.codec;
   const int k = site.rescale_log2;
   GroupArray scaled;
@@ -29,20 +31,16 @@ void quantize_group(const Site& site, const float* values, int elems, int64_t sl
   }
   const GroupParams params = group_params(group_stats(x, elems), codec);
   const GroupGrid grid = group_grid(params, codec);
-  GroupArray codes;
-  encode_group(x, elems, grid, codes.at);
-  pack_codes(codes.at, elems, codec, tile + slot * code_bytes(codec));
+  encode_codes(x, elems, grid, codec, tile + slot * code_bytes(codec), decoded);
   store_params(params, codec, tile + params_offset(codec, tile_groups) + slot * param_bytes(codec));
-  decode_group(codes.at, elems, grid, decoded);
-  if (k != 0) scale_group(decoded, elems, power_of_two(-k));
+  if (k != 0 && decoded != nullptr) scale_group(decoded, elems, power_of_two(-k));
 }
 
-void dequantize_group(const Site& site, const std::byte* tile, int64_t tile_groups, int64_t slot, int elems, float* decoded) {
+void dequantize_group(const Site& site, const std::byte* tile, int64_t tile_groups, int64_t slot, int elems,
+                      float* decoded) {
   const Codec& codec = site.plan.codec;
   const GroupParams params = load_params(tile + params_offset(codec, tile_groups) + slot * param_bytes(codec), codec);
-  GroupArray codes;
-  unpack_codes(tile + slot * code_bytes(codec), elems, codec, codes.at);
-  decode_group(codes.at, elems, group_grid(params, codec), decoded);
+  decode_codes(tile + slot * code_bytes(codec), elems, group_grid(params, codec), codec, decoded);
   if (site.rescale_log2 != 0) scale_group(decoded, elems, power_of_two(-site.rescale_log2));
 }
 
@@ -86,14 +84,15 @@ void push(const Site& site, GroupRange groups, int64_t tile_groups, std::byte* t
   for (int64_t group = groups.begin; group < groups.end; ++group) {
     const int elems = group_elems_at(site.plan, group);
     load_contribution(site, group, elems, x.at);
-    quantize_group(site, x.at, elems, group - groups.begin, tile_groups, tile, decoded.at);
+    quantize_group(site, x.at, elems, group - groups.begin, tile_groups, tile, update ? decoded.at : nullptr);
     if (!update) continue;
     for (int i = 0; i < elems; ++i) x.at[i] = x.at[i] - decoded.at[i];
     update_state(site, group, elems, x.at);
   }
 }
 
-void reduce(const Site& site, GroupRange groups, int64_t tile_groups, const std::byte* const* peer_tiles, std::byte* tile) {
+void reduce(const Site& site, GroupRange groups, int64_t tile_groups, const std::byte* const* peer_tiles,
+            std::byte* tile) {
   const FloatEnvironment environment;
   const Plan& plan = site.plan;
   clear_unused(plan.codec, groups.end - groups.begin, tile_groups, tile);
@@ -113,7 +112,7 @@ void reduce(const Site& site, GroupRange groups, int64_t tile_groups, const std:
       if (rank == 0) continue;
       for (int i = 0; i < elems; ++i) sum.at[i] = sum.at[i] + term.at[i];
     }
-    quantize_group(site, sum.at, elems, slot, tile_groups, tile, term.at);
+    quantize_group(site, sum.at, elems, slot, tile_groups, tile, update ? term.at : nullptr);
     if (!update) continue;
     const bool rotated = plan.codec.rotation_log2 > 0;
     const DType dtype = plan.dtype;

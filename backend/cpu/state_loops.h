@@ -55,7 +55,8 @@ static inline void store_average(const Site& site, int which, int64_t group, int
   const uint16_t scale_bits = int8_state_scale(group_max_magnitude(values, elems));
   const float inverse = int8_state_inverse(scale_bits);
   alignas(64) int8_t codes[kMaxGroupElems];
-  for (int i = 0; i < elems; ++i) codes[i] = static_cast<int8_t>(static_cast<int32_t>(encode_int8_state(values[i], inverse)));
+  for (int i = 0; i < elems; ++i)
+    codes[i] = static_cast<int8_t>(static_cast<int32_t>(encode_int8_state(values[i], inverse)));
   std::memcpy(base + first, codes, elems);
   std::memcpy(base + state_scales_offset(site.plan) + 2 * group, &scale_bits, 2);
 }

@@ -1,9 +1,11 @@
-// Vectors as wide as the instruction set this file is compiled for, through the compiler's own vector types: arithmetic on them is arithmetic on their
-// elements, rounding for rounding.
+// Vectors as wide as the instruction set this file is compiled for, through the compiler's own vector types: arithmetic
+// on them is arithmetic on their elements, rounding for rounding.
 #pragma once
 
 #include <cstdint>
 #include <cstring>
+
+#include "../core/numeric.h"
 
 namespace echo::cpu {
 
@@ -18,6 +20,9 @@ static constexpr int kVectorElems = 4;
 typedef float FloatVector __attribute__((vector_size(kVectorElems * sizeof(float))));
 typedef int32_t IntVector __attribute__((vector_size(kVectorElems * sizeof(int32_t))));
 
+typedef uint32_t WordVector __attribute__((vector_size(kVectorElems * sizeof(uint32_t))));
+typedef uint16_t HalfVector __attribute__((vector_size(kVectorElems * sizeof(uint16_t))));
+
 static inline FloatVector load_vector(const float* from) {
   FloatVector x;
   std::memcpy(&x, from, sizeof(x));
@@ -29,6 +34,15 @@ static inline void store_vector(FloatVector x, float* to) { std::memcpy(to, &x, 
 static inline FloatVector lesser_of(FloatVector x, FloatVector y) { return x < y ? x : y; }
 static inline FloatVector greater_of(FloatVector x, FloatVector y) { return x > y ? x : y; }
 static inline IntVector greater_of(IntVector x, IntVector y) { return x > y ? x : y; }
+
+// to_bfloat16 of core/numeric.h for a vector.
+static inline HalfVector to_bfloat16_vector(FloatVector x) {
+  const WordVector bits = (WordVector)x;
+  const WordVector rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+  const WordVector magnitude = bits & kAbsMask32;
+  const WordVector halves = magnitude > kInfBits32 ? WordVector{} + uint32_t{kNanBitsBFloat16} : rounded;
+  return __builtin_convertvector(halves, HalfVector);
+}
 
 // One value from all elements of a vector, by halves.
 template <int kHalf = kVectorElems / 2, typename Vector, typename Combine>

@@ -24,6 +24,7 @@ constexpr uint32_t kAllLanes = 0xffffffffu;
 struct Lane {
   const Site& site;
   int64_t first_group;  // of the tile
+  int64_t first_elem;   // of the tensor, where the tile's groups begin
   int32_t lanes_log2;   // L
   int32_t index;        // of this lane among the L
   uint32_t signs;       // bit e: the rotation negates this lane's element e
@@ -70,7 +71,7 @@ static __device__ __forceinline__ Lane make_lane(const Site& site, int64_t first
     signs |= chunk_signs((part << lanes_log2) + index, site.plan.codec.rotation_log2) << (kChunkElems * part);
   }
   const bool aligned = reinterpret_cast<uintptr_t>(site.tensor) % 16 == 0;
-  return Lane{site, first_group, lanes_log2, index, signs, power_of_two(rescale_log2), power_of_two(-rescale_log2), aligned};
+  return Lane{site, first_group, first_group * site.plan.codec.group_elems, lanes_log2, index, signs, power_of_two(rescale_log2), power_of_two(-rescale_log2), aligned};
 }
 
 static __device__ __forceinline__ int32_t chunk_of(const Lane& lane, int part) { return (part << lane.lanes_log2) + lane.index; }
@@ -91,24 +92,25 @@ static __device__ __forceinline__ void fill_absent(const Lane& lane, const Group
 
 // ---- tensor ---------------------------------------------------------------------------------------------------------------------------
 
-static __device__ __forceinline__ int64_t first_elem(const Lane& lane, const GroupAt& at, int part) {
-  const int32_t group_elems = lane.site.plan.codec.group_elems;
-  return lane.first_group * group_elems + int64_t{at.slot} * group_elems + kChunkElems * chunk_of(lane, part);
+// Index in the tensor of the first element of this lane's chunk `part`.
+static __device__ __forceinline__ int64_t elem_index(const Lane& lane, const GroupAt& at, int part) {
+  return lane.first_elem + int64_t{at.slot} * lane.site.plan.codec.group_elems + kChunkElems * chunk_of(lane, part);
 }
 
 template <DType kDType, int kElems>
 static __device__ __forceinline__ void store_elements(const Lane& lane, const GroupAt& at, const float (&x)[kElems]) {
 #pragma unroll
   for (int part = 0; part < kElems / kChunkElems; ++part) {
-    std::byte* to = static_cast<std::byte*>(lane.site.tensor) + first_elem(lane, at, part) * kBytesOf<kDType>;
+    std::byte* to = static_cast<std::byte*>(lane.site.tensor) + elem_index(lane, at, part) * kBytesOf<kDType>;
     store_chunk(narrow_chunk<kDType>(x + kChunkElems * part), to, remaining_in(lane, at, part), lane.tensor_aligned);
   }
 }
 
 // ---- rotation -------------------------------------------------------------------------------------------------------------------------
 
+// Butterflies at a stride between elements of one lane.
 template <int kElems>
-static __device__ __forceinline__ void butterfly_inside(float (&x)[kElems], int stride) {
+static __device__ __forceinline__ void butterflies_inside(float (&x)[kElems], int stride) {
 #pragma unroll
   for (int e = 0; e < kElems; ++e) {
     if ((e & stride) != 0) continue;
@@ -119,13 +121,16 @@ static __device__ __forceinline__ void butterfly_inside(float (&x)[kElems], int 
   }
 }
 
-// Strides inside a chunk, then across lanes, then across the chunks of a lane: ascending, as the contract has it.
+// Pre: runs of at least 2. Strides inside a chunk, then across lanes, then across the chunks of a lane: ascending, as the contract has it.
 template <int kElems>
 static __device__ __forceinline__ void butterflies(const Lane& lane, float (&x)[kElems]) {
   const int run_log2 = lane.site.plan.codec.rotation_log2;
-#pragma unroll
-  for (int bit = 0; bit < 3; ++bit) {
-    if (bit < run_log2) butterfly_inside(x, 1 << bit);
+  butterflies_inside(x, 1);
+  if (run_log2 >= 3) {
+    butterflies_inside(x, 2);
+    butterflies_inside(x, 4);
+  } else if (run_log2 == 2) {
+    butterflies_inside(x, 2);
   }
 #pragma unroll 1
   for (int bit = 0; bit < min(run_log2 - 3, lane.lanes_log2); ++bit) {
@@ -136,14 +141,15 @@ static __device__ __forceinline__ void butterflies(const Lane& lane, float (&x)[
   }
 #pragma unroll
   for (int stride = kChunkElems; stride < kElems; stride *= 2) {
-    if ((stride << lane.lanes_log2) < 1 << run_log2) butterfly_inside(x, stride);
+    if ((stride << lane.lanes_log2) < 1 << run_log2) butterflies_inside(x, stride);
   }
 }
 
 template <int kElems>
 static __device__ __forceinline__ void flip_signs(const Lane& lane, float (&x)[kElems]) {
+  const uint32_t signs = recompute_here(lane.signs);
 #pragma unroll
-  for (int e = 0; e < kElems; ++e) x[e] = flip_sign(x[e], lane.signs << (31 - e) & 0x80000000u);
+  for (int e = 0; e < kElems; ++e) x[e] = flip_sign(x[e], signs << (31 - e) & 0x80000000u);
 }
 
 template <int kElems>

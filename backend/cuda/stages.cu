@@ -24,16 +24,13 @@ constexpr int kBlocksPerMultiprocessor = 16;
 // Up to 512 elements a group leaves 16 per lane, which keeps shuffles and the parameters' divisions few per element.
 constexpr int32_t kMostGroupElemsOf16 = 16 * kWarpLanes;
 
-// Blocks of one multiprocessor that the registers of a kernel must leave room for: as many as go without spills.
+// Blocks of one multiprocessor that a kernel's registers must leave room for: as many as go without spills.
 template <int kElems, bool kFeedback>
-constexpr int kResidentBlocks = kElems == 32 ? 2 : kFeedback ? 4 : 6;
-
-struct Job {
-  Site site;
-  GroupRange groups;
-  int64_t tile_groups;
-  const CallState* agreed;
-};
+constexpr int kPushBlocks = kElems == 32 ? 3 : kFeedback ? 5 : 8;
+template <int kElems, bool kFeedback>
+constexpr int kReduceBlocks = kElems == 32 ? 2 : kFeedback ? 4 : 5;
+template <int kElems, bool kFeedback>
+constexpr int kTailBlocks = kElems == 32 ? 2 : kFeedback ? 4 : 8;
 
 __device__ __forceinline__ int64_t thread_index() { return static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x; }
 __device__ __forceinline__ int64_t thread_count() { return static_cast<int64_t>(gridDim.x) * kThreads; }
@@ -48,19 +45,18 @@ struct TaskList {
   int32_t groups_per_task;
 };
 
-__host__ __device__ TaskList list_tasks(const Plan& plan, const GroupRange& groups, int32_t lanes_log2) {
+struct Job {
+  Site site;
+  GroupRange groups;
+  int64_t tile_groups;
+  const CallState* agreed;
   TaskList list;
-  const bool partial = groups.begin < groups.end && group_elems_at(plan, groups.end - 1) < plan.codec.group_elems;
-  list.groups_per_task = kWarpLanes >> lanes_log2;
-  list.full_groups = static_cast<int32_t>(groups.end - groups.begin) - (partial ? 1 : 0);
-  list.full_tasks = static_cast<int32_t>(ceil_div(list.full_groups, list.groups_per_task));
-  list.tasks = list.full_tasks + (partial ? 1 : 0);
-  return list;
-}
+};
 
 template <int kElems>
-__device__ __forceinline__ GroupAt group_of_task(const Job& job, const Lane& lane, const TaskList& list, int32_t task) {
+__device__ __forceinline__ GroupAt group_of_task(const Job& job, const Lane& lane, int32_t task) {
   const Plan& plan = job.site.plan;
+  const TaskList& list = job.list;
   const int32_t mine = (static_cast<int32_t>(threadIdx.x) % kWarpLanes) >> lane.lanes_log2;
   GroupAt at;
   if (task < list.full_tasks) {
@@ -78,16 +74,16 @@ __device__ __forceinline__ GroupAt group_of_task(const Job& job, const Lane& lan
 // Calls body(GroupAt) for the groups of this warp; all lanes of a warp make the same number of calls.
 template <int kElems, typename Body>
 __device__ __forceinline__ void for_each_group(const Job& job, const Lane& lane, Body body) {
-  const TaskList list = list_tasks(job.site.plan, job.groups, lane.lanes_log2);
   const int32_t warps = static_cast<int32_t>(gridDim.x) * kWarpsPerBlock;
 #pragma unroll 1
-  for (int32_t task = static_cast<int32_t>(thread_index() / kWarpLanes); task < list.tasks; task += warps) {
-    body(group_of_task<kElems>(job, lane, list, task));
+  for (int32_t task = static_cast<int32_t>(thread_index() / kWarpLanes); task < job.list.tasks; task += warps) {
+    body(group_of_task<kElems>(job, lane, task));
   }
 }
 
 // Bytes of absent groups and of the padding, so that a tile never carries what memory happened to hold. All offsets are even.
 __device__ __forceinline__ void clear_bytes(std::byte* tile, int64_t begin, int64_t end) {
+#pragma unroll 1
   for (int64_t at = begin + 2 * thread_index(); at < end; at += 2 * thread_count()) *reinterpret_cast<uint16_t*>(tile + at) = 0;
 }
 
@@ -102,11 +98,11 @@ __device__ __forceinline__ void clear_unused(const Job& job, std::byte* tile) {
 // ---- stages ---------------------------------------------------------------------------------------------------------------------------
 
 template <DType kDType, int kElems, bool kFeedback>
-__global__ void __launch_bounds__(kThreads, kResidentBlocks<kElems, kFeedback>)
+__global__ void __launch_bounds__(kThreads, kPushBlocks<kElems, kFeedback>)
     push_kernel(const __grid_constant__ Job job, std::byte* tile) {
   const CallState agreed = *job.agreed;
   if (agreed.fault != 0) return;
-  const Feedback& fb = job.site.plan.feedback;
+  [[maybe_unused]] const Feedback& fb = job.site.plan.feedback;
   const Lane lane = make_lane<kElems>(job.site, job.groups.begin, agreed.rescale_log2);
   const TileView<std::byte> view = view_tile(job.site.plan.codec, job.tile_groups, tile);
   clear_unused(job, tile);
@@ -116,10 +112,12 @@ __global__ void __launch_bounds__(kThreads, kResidentBlocks<kElems, kFeedback>)
     float decoded[kElems];
     load_contribution<kDType, kFeedback>(lane, at, x, c);
     quantize_group(lane, at, x, view, decoded);
-    if (!kFeedback || !fb.enabled || fb.residual != Residual::kLocal) return;
+    if constexpr (kFeedback) {
+      if (!fb.enabled || fb.residual != Residual::kLocal) return;
 #pragma unroll
-    for (int e = 0; e < kElems; ++e) x[e] = x[e] - decoded[e];
-    update_state(lane, at, x, c);
+      for (int e = 0; e < kElems; ++e) x[e] = x[e] - decoded[e];
+      update_state(lane, at, x, c);
+    }
   });
 }
 
@@ -159,12 +157,12 @@ __device__ __forceinline__ void sum_ranks(const Copies<kElems>& copies, const La
 }
 
 template <DType kDType, int kElems, bool kFeedback>
-__global__ void __launch_bounds__(kThreads, kResidentBlocks<kElems, kFeedback>)
+__global__ void __launch_bounds__(kThreads, kReduceBlocks<kElems, kFeedback>)
     reduce_kernel(const __grid_constant__ Job job, const PeerTiles peers, std::byte* tile) {
   const CallState agreed = *job.agreed;
   if (agreed.fault != 0) return;
   const Plan& plan = job.site.plan;
-  const Feedback& fb = plan.feedback;
+  [[maybe_unused]] const Feedback& fb = plan.feedback;
   const Lane lane = make_lane<kElems>(job.site, job.groups.begin, agreed.rescale_log2);
   const TileView<std::byte> view = view_tile(plan.codec, job.tile_groups, tile);
   const Copies<kElems> copies{job, peers};
@@ -177,10 +175,12 @@ __global__ void __launch_bounds__(kThreads, kResidentBlocks<kElems, kFeedback>)
     load_contribution<kDType, kFeedback>(lane, at, x, c);
     sum_ranks(copies, lane, at, first, x, sum);
     quantize_group(lane, at, sum, view, x);
-    if (!kFeedback || !fb.enabled || fb.residual != Residual::kLocal) return;
+    if constexpr (kFeedback) {
+      if (!fb.enabled || fb.residual != Residual::kLocal) return;
 #pragma unroll
-    for (int e = 0; e < kElems; ++e) sum[e] = sum[e] - residual_reference(x[e], plan);
-    update_state(lane, at, sum, c);
+      for (int e = 0; e < kElems; ++e) sum[e] = sum[e] - residual_reference(x[e], plan);
+      update_state(lane, at, sum, c);
+    }
   });
 }
 
@@ -188,6 +188,7 @@ template <DType kDType>
 __device__ void fill_nan(const Job& job) {
   const Plan& plan = job.site.plan;
   const int64_t end = min_i64(plan.numel, job.groups.end * plan.codec.group_elems);
+#pragma unroll 1
   for (int64_t i = job.groups.begin * plan.codec.group_elems + thread_index(); i < end; i += thread_count()) {
     if constexpr (kDType == DType::kFloat32) {
       static_cast<uint32_t*>(job.site.tensor)[i] = kNanBits32;
@@ -198,12 +199,12 @@ __device__ void fill_nan(const Job& job) {
 }
 
 template <DType kDType, int kElems, bool kFeedback>
-__global__ void __launch_bounds__(kThreads, kResidentBlocks<kElems, kFeedback>)
+__global__ void __launch_bounds__(kThreads, kTailBlocks<kElems, kFeedback>)
     tail_kernel(const __grid_constant__ Job job, const std::byte* tile) {
   const CallState agreed = *job.agreed;
   if (agreed.fault != 0) return fill_nan<kDType>(job);
   const Plan& plan = job.site.plan;
-  const Feedback& fb = plan.feedback;
+  [[maybe_unused]] const Feedback& fb = plan.feedback;
   const Lane lane = make_lane<kElems>(job.site, job.groups.begin, agreed.rescale_log2);
   const TileView<const std::byte> view = view_tile(plan.codec, job.tile_groups, tile);
   const float inverse_world = 1.0f / static_cast<float>(plan.world_size);
@@ -302,21 +303,32 @@ void with_dtype(DType dtype, Body body) {
   }
 }
 
-// Calls body<kDType, kElems, kFeedback>(blocks) with the kernel's shape for this plan.
-template <typename Body>
-void with_shape(const Plan& plan, const GroupRange& groups, bool feedback, Body body) {
-  const int32_t elems_per_lane = plan.codec.group_elems <= kMostGroupElemsOf16 ? 16 : 32;
-  int32_t lanes_log2 = 0;
-  while (elems_per_lane << lanes_log2 < plan.codec.group_elems) ++lanes_log2;
-  const unsigned blocks = grid_blocks(ceil_div(list_tasks(plan, groups, lanes_log2).tasks, kWarpsPerBlock));
-  with_dtype(plan.dtype, [&]<DType kDType>() {
-    if (elems_per_lane == 32) return body.template operator()<kDType, 32, true>(blocks);
-    if (feedback) return body.template operator()<kDType, 16, true>(blocks);
-    return body.template operator()<kDType, 16, false>(blocks);
-  });
+TaskList list_tasks(const Plan& plan, const GroupRange& groups, int32_t groups_per_task) {
+  TaskList list;
+  const bool partial = groups.begin < groups.end && group_elems_at(plan, groups.end - 1) < plan.codec.group_elems;
+  list.groups_per_task = groups_per_task;
+  list.full_groups = static_cast<int32_t>(groups.end - groups.begin) - (partial ? 1 : 0);
+  list.full_tasks = static_cast<int32_t>(ceil_div(list.full_groups, groups_per_task));
+  list.tasks = list.full_tasks + (partial ? 1 : 0);
+  return list;
 }
 
-Job make_job(const Call& call, const GroupRange& groups, int64_t tile_groups) { return Job{call.site, groups, tile_groups, call.agreed}; }
+// Calls body<kDType, kElems, kFeedback>(blocks, job) with the kernel's shape for this plan.
+template <typename Body>
+void with_shape(const Call& call, const GroupRange& groups, int64_t tile_groups, bool feedback, Body body) {
+  const Plan& plan = call.site.plan;
+  const int32_t elems_per_lane = plan.codec.group_elems <= kMostGroupElemsOf16 ? 16 : 32;
+  int32_t lanes = 1;
+  while (elems_per_lane * lanes < plan.codec.group_elems) lanes *= 2;
+  const Job job{call.site, groups, tile_groups, call.agreed, list_tasks(plan, groups, kWarpLanes / lanes)};
+  const unsigned blocks = grid_blocks(ceil_div(job.list.tasks, kWarpsPerBlock));
+  with_dtype(plan.dtype, [&]<DType kDType>() {
+    if (elems_per_lane == 32 && feedback) return body.template operator()<kDType, 32, true>(blocks, job);
+    if (elems_per_lane == 32) return body.template operator()<kDType, 32, false>(blocks, job);
+    if (feedback) return body.template operator()<kDType, 16, true>(blocks, job);
+    return body.template operator()<kDType, 16, false>(blocks, job);
+  });
+}
 
 // Pinned memory is had in pages, so records are cut from blocks of many. Making one may fall into the capture of another stream of the process.
 FaultRecord* new_fault_records(size_t count) {
@@ -377,16 +389,16 @@ void open_call(const Call& call, const CallRecord* records, CallState* agreed, F
 }
 
 void push(const Call& call, GroupRange groups, int64_t tile_groups, std::byte* tile) {
-  with_shape(call.site.plan, groups, call.site.plan.feedback.enabled, [&]<DType kDType, int kElems, bool kFeedback>(unsigned blocks) {
-    push_kernel<kDType, kElems, kFeedback><<<blocks, kThreads, 0, stream_of(call)>>>(make_job(call, groups, tile_groups), tile);
+  with_shape(call, groups, tile_groups, call.site.plan.feedback.enabled, [&]<DType kDType, int kElems, bool kFeedback>(unsigned blocks, const Job& job) {
+    push_kernel<kDType, kElems, kFeedback><<<blocks, kThreads, 0, stream_of(call)>>>(job, tile);
   });
   check(cudaGetLastError(), "echo push");
 }
 
 void reduce(const Call& call, GroupRange groups, int64_t tile_groups, PeerTiles peers, std::byte* tile) {
   if (call.site.plan.world_size < 2) throw std::invalid_argument("echo reduce: a rank alone has nothing to reduce");
-  with_shape(call.site.plan, groups, call.site.plan.feedback.enabled, [&]<DType kDType, int kElems, bool kFeedback>(unsigned blocks) {
-    reduce_kernel<kDType, kElems, kFeedback><<<blocks, kThreads, 0, stream_of(call)>>>(make_job(call, groups, tile_groups), peers, tile);
+  with_shape(call, groups, tile_groups, call.site.plan.feedback.enabled, [&]<DType kDType, int kElems, bool kFeedback>(unsigned blocks, const Job& job) {
+    reduce_kernel<kDType, kElems, kFeedback><<<blocks, kThreads, 0, stream_of(call)>>>(job, peers, tile);
   });
   check(cudaGetLastError(), "echo reduce");
 }
@@ -394,8 +406,8 @@ void reduce(const Call& call, GroupRange groups, int64_t tile_groups, PeerTiles 
 void tail(const Call& call, GroupRange groups, int64_t tile_groups, const std::byte* tile) {
   if (groups.begin >= groups.end) return;
   const Feedback& fb = call.site.plan.feedback;
-  with_shape(call.site.plan, groups, fb.enabled && fb.residual == Residual::kGroup, [&]<DType kDType, int kElems, bool kFeedback>(unsigned blocks) {
-    tail_kernel<kDType, kElems, kFeedback><<<blocks, kThreads, 0, stream_of(call)>>>(make_job(call, groups, tile_groups), tile);
+  with_shape(call, groups, tile_groups, fb.enabled && fb.residual == Residual::kGroup, [&]<DType kDType, int kElems, bool kFeedback>(unsigned blocks, const Job& job) {
+    tail_kernel<kDType, kElems, kFeedback><<<blocks, kThreads, 0, stream_of(call)>>>(job, tile);
   });
   check(cudaGetLastError(), "echo tail");
 }

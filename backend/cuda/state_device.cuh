@@ -13,7 +13,7 @@ template <DType kDType, int kElems>
 static __device__ __forceinline__ void load_wide_average(const Lane& lane, const GroupAt& at, const std::byte* base, float (&out)[kElems]) {
 #pragma unroll
   for (int part = 0; part < kElems / kChunkElems; ++part) {
-    const std::byte* from = base + first_elem(lane, at, part) * kBytesOf<kDType>;
+    const std::byte* from = base + elem_index(lane, at, part) * kBytesOf<kDType>;
     widen_chunk<kDType>(load_chunk<kBytesOf<kDType>>(from, remaining_in(lane, at, part), true), out + kChunkElems * part);
   }
 }
@@ -37,7 +37,7 @@ static __device__ __forceinline__ void load_average(const Lane& lane, const Grou
   const float scale = from_bfloat16(at.elems > 0 ? scales[lane.first_group + at.slot] : uint16_t{0});
 #pragma unroll
   for (int part = 0; part < kElems / kChunkElems; ++part) {
-    const ChunkWords<1> words = load_chunk<1>(base + first_elem(lane, at, part), remaining_in(lane, at, part), true);
+    const ChunkWords<1> words = load_chunk<1>(base + elem_index(lane, at, part), remaining_in(lane, at, part), true);
     unpack_chunk(CodeWords{{words.at[0], words.at[1]}}, 8, code_form(8, true), out + kChunkElems * part);
   }
 #pragma unroll
@@ -68,7 +68,7 @@ static __device__ __forceinline__ void store_average(const Lane& lane, const Gro
 #pragma unroll
   for (int part = 0; part < kElems / kChunkElems; ++part) {
     const float* x = values + kChunkElems * part;
-    std::byte* to = base + first_elem(lane, at, part) * state_elem_bytes(dtype);
+    std::byte* to = base + elem_index(lane, at, part) * state_elem_bytes(dtype);
     const int32_t remaining = remaining_in(lane, at, part);
     if (dtype == StateDType::kInt8) {
       float codes[kChunkElems];
@@ -99,22 +99,22 @@ static __device__ __forceinline__ void load_contribution(const Lane& lane, const
   ChunkWords<kBytesOf<kDType>> words[kElems / kChunkElems];
 #pragma unroll
   for (int part = 0; part < kElems / kChunkElems; ++part) {
-    const std::byte* from = static_cast<const std::byte*>(lane.site.tensor) + first_elem(lane, at, part) * kBytesOf<kDType>;
+    const std::byte* from = static_cast<const std::byte*>(lane.site.tensor) + elem_index(lane, at, part) * kBytesOf<kDType>;
     words[part] = load_chunk<kBytesOf<kDType>>(from, remaining_in(lane, at, part), lane.tensor_aligned);
   }
-  const bool corrected = kFeedback && plan.feedback.enabled && !plan.first_site;
-  if (corrected) {
-    load_average(lane, at, 0, c);
-  } else {
 #pragma unroll
-    for (int e = 0; e < kElems; ++e) c[e] = 0.0f;
+  for (int e = 0; e < kElems; ++e) c[e] = 0.0f;
+  const bool corrected = kFeedback && plan.feedback.enabled && !plan.first_site;
+  if constexpr (kFeedback) {
+    if (corrected) load_average(lane, at, 0, c);
   }
 #pragma unroll
   for (int part = 0; part < kElems / kChunkElems; ++part) widen_chunk<kDType>(words[part], x + kChunkElems * part);
   rotate_entry(lane, at, x);
-  if (!corrected) return;
+  if (corrected) {
 #pragma unroll
-  for (int e = 0; e < kElems; ++e) x[e] = x[e] + c[e];
+    for (int e = 0; e < kElems; ++e) x[e] = x[e] + c[e];
+  }
 }
 
 // `u` holds the residual of each element as computed, `c` what load_contribution gave. Overwrites both.

@@ -80,11 +80,13 @@ WorkPtr ProcessGroupEcho::issue(const at::Tensor& tensor, const CallOptions& opt
   core_->stats.add_quantized(tensor.numel() * static_cast<int64_t>(tensor.element_size()));
   const bool first = calls_ == 1;
   const int64_t state_bytes = states_.total_bytes();
+  const std::string fabric = call.peer != nullptr ? "peer" : "wire";
+  const std::string refusal = core_->peer && call.peer == nullptr ? core_->peer->reason : "";
   details.while_waiting = watch(call);
   WorkPtr work = tensor.is_cpu() ? run_on_worker(std::move(call), std::move(details), lock)
                                  : run_on_stream(std::move(call), std::move(details), options.async_op);
   if (lock.owns_lock()) lock.unlock();
-  if (first) log_first_call(tensor.device(), state_bytes);
+  if (first) log_first_call(tensor.device(), state_bytes, fabric, refusal);
   return work;
 }
 
@@ -92,9 +94,11 @@ QuantizedCall ProcessGroupEcho::prepare(const at::Tensor& tensor, const CallOpti
                                         int32_t lane) {
   QuantizedCall call;
   call.tensor = tensor;
-  call.inner = core_->wire.get(tensor.device());
-
   const Config& config = core_->config;
+  const milliseconds timeout = options.timeout.count() > 0 ? options.timeout : milliseconds(timeout_ms_.load());
+  call.peer = peer_fabric(tensor.device(), timeout);
+  if (call.peer == nullptr || config.diagnostics) call.inner = core_->wire.get(tensor.device());
+
   const SiteTicket ticket = passes_.book(origin, options.direction);
   if (ticket.starts_pass) states_.start_pass(ticket.direction);
   call.site = MeasuredSite{.direction = ticket.direction,
@@ -107,8 +111,8 @@ QuantizedCall ProcessGroupEcho::prepare(const at::Tensor& tensor, const CallOpti
                                             .rank = getRank(),
                                             .world_size = getSize(),
                                             .dtype = dtype_of(tensor),
-                                            .early = is_early_site(ticket, passes_.sites_without_grad(),
-                                                                   config.early_count, config.early_fraction)});
+                                            .early = is_early_site(ticket, passes_.forward_sites(), config.early_count,
+                                                                   config.early_fraction)});
   if (wire.plan.feedback.enabled) {
     const Slot slot = states_.acquire(ticket.direction, call.site.key, echo::state_bytes(wire.plan), tensor.device());
     wire.plan.first_site = slot.first_site;
@@ -118,8 +122,31 @@ QuantizedCall ProcessGroupEcho::prepare(const at::Tensor& tensor, const CallOpti
   wire.rescale = wants_rescale(config, wire.plan, ticket.direction);
   wire.call_number = calls_;
   wire.workspace_bytes = config.workspace_bytes;
-  wire.timeout = options.timeout.count() > 0 ? options.timeout : milliseconds(timeout_ms_.load());
+  wire.timeout = timeout;
+  if (!tensor.is_cpu()) wire.disagreement = core_->device_fault.word();
   return call;
+}
+
+// Peer memory for a device's tensors, nullptr where the wire carries them. The first call takes the vote, on all ranks.
+PeerFabric* ProcessGroupEcho::peer_fabric(c10::Device device, milliseconds timeout) {
+  const Config& config = core_->config;
+  if (config.fabric == "wire") return nullptr;
+  if (!device.is_cpu()) {
+    TORCH_CHECK_WITH(DistBackendError, config.fabric != "peer", "fabric='peer' serves CPU tensors only, not ",
+                     device.str());
+    return nullptr;
+  }
+  if (!core_->peer) {
+    core_->peer = PeerFabric::make({.store = store_,
+                                    .rank = getRank(),
+                                    .size = getSize(),
+                                    .workspace_bytes = config.workspace_bytes,
+                                    .timeout = timeout});
+    core_->peer_fabric = core_->peer->fabric.get();
+    TORCH_CHECK_WITH(DistBackendError, core_->peer->fabric || config.fabric != "peer",
+                     "fabric='peer' was asked for, but ", core_->peer->reason);
+  }
+  return core_->peer->fabric.get();
 }
 
 WorkPtr ProcessGroupEcho::run_on_worker(QuantizedCall call, WorkDetails details,
@@ -211,14 +238,19 @@ std::function<void(milliseconds)> ProcessGroupEcho::watch(const QuantizedCall& c
   };
 }
 
-void ProcessGroupEcho::log_first_call(c10::Device device, int64_t state_bytes) {
+void ProcessGroupEcho::log_first_call(c10::Device device, int64_t state_bytes, const std::string& fabric,
+                                      const std::string& refusal) {
   if (getRank() != 0) return;
+  if (!refusal.empty()) {
+    emit_notice("group " + description() + ": no peer memory, codes go through the inner backend: " + refusal,
+                "warning");
+  }
   const Config& config = core_->config;
   emit(LogEvent{"first_quantized",
                 {{"group", description()},
                  {"rank", int64_t{getRank()}},
                  {"size", int64_t{getSize()}},
-                 {"fabric", std::string("wire")},
+                 {"fabric", fabric},
                  {"bits", config.bits},
                  {"quantizer", config.quantizer},
                  {"rotation_size", config.rotation_size},

@@ -16,6 +16,7 @@ constexpr std::chrono::seconds kAbortPatience{1};
 }  // namespace
 
 void ProcessGroupEcho::check_alive() const {
+  if (const std::string text = core_->device_fault.text(); !text.empty()) core_->fault.set(text);
   core_->fault.raise_if_set();
   TORCH_CHECK_WITH(DistBackendError, !closed_.load(), "group '", description(), "' has been destroyed");
 }
@@ -164,7 +165,10 @@ void ProcessGroupEcho::close(bool aborting) {
   if (closed_.exchange(true)) return;
   const bool healthy = !aborting && !core_->fault.is_set();
   const std::chrono::milliseconds patience = healthy ? std::chrono::milliseconds(timeout_ms_.load()) : kAbortPatience;
-  if (!healthy) core_->wire.tear_down();
+  if (!healthy) {
+    core_->wire.tear_down();
+    if (PeerFabric* fabric = core_->peer_fabric) fabric->abort();
+  }
   worker_->stop(healthy, patience);
   if (healthy) core_->wire.shutdown();
   for (const auto& [type, backend] : inner_) {

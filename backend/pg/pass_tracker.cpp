@@ -64,7 +64,7 @@ void PassTracker::start_pass(Direction direction, bool no_grad) {
   Record& record = records_[static_cast<int>(direction)];
   if (record.passes > 0) {
     record.last_sites = record.sites;
-    if (direction == Direction::kForward && record.no_grad) sites_without_grad_ = record.sites;
+    if (direction == Direction::kForward) forward_sites_ = record.sites;
   }
   ++record.passes;
   record.sites = 0;

@@ -35,8 +35,8 @@ class PassTracker {
   // Books a call that stays exact. Returns how many passes such calls have been seen in.
   int64_t book_exact(const CallOrigin& origin);
 
-  // Sites of the last completed forward pass without gradients, once there was one.
-  std::optional<int64_t> sites_without_grad() const { return sites_without_grad_; }
+  // Sites of the last completed forward pass, once there was one.
+  std::optional<int64_t> forward_sites() const { return forward_sites_; }
 
   int64_t passes(Direction direction) const { return records_[static_cast<int>(direction)].passes; }
   int64_t sites(Direction direction) const { return records_[static_cast<int>(direction)].sites; }
@@ -56,7 +56,7 @@ class PassTracker {
 
   std::array<Record, kDirections> records_;
   Announcements announced_;
-  std::optional<int64_t> sites_without_grad_;
+  std::optional<int64_t> forward_sites_;
   uint64_t exact_mark_ = 0;
   int64_t exact_passes_ = 0;
 };

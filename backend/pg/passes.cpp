@@ -65,7 +65,10 @@ int64_t module_enter(ModuleRole role) {
     stack.mark = new_mark();
     stack.no_grad = gradients_off();
   } else {
-    stack.frames.back().last_child = ModuleRole::kPlain;
+    Frame& parent = stack.frames.back();
+    parent.last_child = ModuleRole::kPlain;
+    // torch.compile's wrapper enters the module that it wraps, whose own modules then go unseen.
+    if (role == ModuleRole::kPlain && parent.role == ModuleRole::kOpaque) role = ModuleRole::kOpaque;
   }
   stack.frames.push_back(Frame{.role = role});
   return static_cast<int64_t>(stack.frames.size() - stack.base);

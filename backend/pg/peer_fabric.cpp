@@ -71,7 +71,8 @@ int32_t lanes_for(const std::vector<Introduction>& ranks) {
   return std::clamp(cores / static_cast<int32_t>(ranks.size()), 1, kPeerMaxLanes);
 }
 
-// Memory for a slab of slots as large as tuned, or half of that and so on where the host has no room; nothing below the floor.
+// Memory for a slab of slots as large as tuned, or half of that and so on where the host has no room; nothing below the
+// floor.
 std::optional<cpu::SharedMemory> create_slab(SlabShape& shape, const PeerFabric::Setup& setup) {
   int64_t workspace = setup.workspace_bytes;
   shape.slot_bytes = slot_bytes_for(workspace, shape.world_size, shape.lanes, kPeerSlotBytes);
@@ -148,7 +149,8 @@ PeerFabric::Vote PeerFabric::make(const Setup& setup) {
   for (const std::string& text : rounds.exchange(write_introduction())) ranks.push_back(read_introduction(text));
   for (int32_t rank = 1; rank < setup.size; ++rank) {
     if (ranks[rank].identity == ranks[0].identity) continue;
-    return {nullptr, "ranks 0 and " + std::to_string(rank) + " share no memory (other host, user, or IPC or PID namespace)"};
+    return {nullptr,
+            "ranks 0 and " + std::to_string(rank) + " share no memory (other host, user, or IPC or PID namespace)"};
   }
 
   SlabShape shape{.world_size = setup.size, .lanes = lanes_for(ranks), .slot_bytes = 0};

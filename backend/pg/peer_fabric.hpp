@@ -1,7 +1,8 @@
-// Peer memory between the ranks of one host for CPU tensors: the vote on whether to use it, the slabs, and the threads of the lanes.
+// Peer memory between the ranks of one host for CPU tensors: the vote on whether to use it, the slabs, and the threads
+// of the lanes.
 //
-// The vote goes through the group's store, in rounds that every rank takes part in whatever it found: all ranks end with peer memory of one
-// shape, or all with the same reason for doing without.
+// The vote goes through the group's store, in rounds that every rank takes part in whatever it found: all ranks end
+// with peer memory of one shape, or all with the same reason for doing without.
 #pragma once
 
 #include <chrono>
@@ -72,8 +73,8 @@ class PeerFabric {
  private:
   PeerFabric() = default;
 
-  std::vector<cpu::SharedMemory> memory_;     // own slab first, then those of the peers
-  std::vector<cpu::PeerProcess> processes_;   // by rank; own entry unused
+  std::vector<cpu::SharedMemory> memory_;    // own slab first, then those of the peers
+  std::vector<cpu::PeerProcess> processes_;  // by rank; own entry unused
   std::unique_ptr<cpu::PeerGroup> group_;
   std::unique_ptr<LaneThreads> lanes_;
 };

@@ -204,6 +204,10 @@ GroupReport ProcessGroupEcho::report() {
   report.fabric = report.counts.quantized.calls > 0 ? "wire" : "none";
   report.workspace_bytes = core_->workspace_bytes;
   const std::lock_guard lock(issue_mutex_);
+  if (core_->peer && core_->peer->fabric) {
+    report.fabric = "peer";
+    report.workspace_bytes += core_->peer->fabric->slab_bytes();
+  }
   report.state_bytes = states_.total_bytes();
   for (int d = 0; d < kDirections; ++d) {
     const auto direction = static_cast<Direction>(d);

@@ -189,7 +189,8 @@ class ProcessGroupEcho : public c10d::Backend {
   c10::Stream side_stream(c10::Device device);
   std::function<void(std::chrono::milliseconds)> watch(const QuantizedCall& call);
 
-  void log_first_call(c10::Device device, int64_t state_bytes);
+  PeerFabric* peer_fabric(c10::Device device, std::chrono::milliseconds timeout);
+  void log_first_call(c10::Device device, int64_t state_bytes, const std::string& fabric, const std::string& refusal);
   void warn_if_idle(int64_t passes);
   void log_destroyed();
   void close(bool aborting);

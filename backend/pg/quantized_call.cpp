@@ -5,6 +5,7 @@
 #include <ATen/record_function.h>
 #include <c10/core/GradMode.h>
 
+#include "../core/tile.h"
 #include "../cpu/stages.h"
 
 namespace echo::pg {
@@ -31,12 +32,29 @@ at::Tensor correction_of(const wire::Call& call) {
   return correction;
 }
 
+// Over peer memory: the same plan and the same state, other hands.
+wire::Receipt exchange_with_peers(QuantizedCall& call) {
+  const wire::Call& wire = call.wire;
+  cpu::PeerCall peer_call;
+  peer_call.site.plan = wire.plan;
+  peer_call.site.tensor = wire.tensor.data_ptr();
+  peer_call.site.state = wire.state.defined() ? wire.state.data_ptr() : nullptr;
+  peer_call.direction = wire.direction;
+  peer_call.rescale = wire.rescale;
+  peer_call.call_number = wire.call_number;
+  peer_call.limits.timeout = wire.timeout;
+  call.peer->all_reduce(std::move(peer_call));
+  const int64_t sent = call.peer->wire_bytes(wire.plan);
+  return wire::Receipt{.wire_bytes = sent, .padding_bytes = sent - ideal_wire_bytes(wire.plan)};
+}
+
 void exchange(GroupCore& core, QuantizedCall& call) {
   Diagnostics::Before before;
   if (core.config.diagnostics) {
     before = Diagnostics::measure_before(call.wire.tensor, correction_of(call.wire), *call.inner);
   }
-  const wire::Receipt receipt = wire::all_reduce(call.wire, *call.inner, core.workspace);
+  const wire::Receipt receipt =
+      call.peer != nullptr ? exchange_with_peers(call) : wire::all_reduce(call.wire, *call.inner, core.workspace);
   core.workspace_bytes = core.workspace.bytes.defined() ? core.workspace.bytes.numel() : 0;
   core.stats.add_wire(receipt.wire_bytes, receipt.padding_bytes);
   if (core.config.diagnostics) core.diagnostics.measure_after(call.site, before, call.wire.tensor);
@@ -81,6 +99,7 @@ std::exception_ptr fail_call(GroupCore& core, const std::string& what, const std
   const std::string text = what + " failed (" + stage + "): " + cause;
   core.fault.set(text);
   core.wire.tear_down();
+  if (PeerFabric* fabric = core.peer_fabric) fabric->abort();
   return std::make_exception_ptr(c10::DistBackendError({__func__, __FILE__, uint32_t{__LINE__}}, text));
 }
 

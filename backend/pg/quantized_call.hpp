@@ -6,13 +6,16 @@
 #include <chrono>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 
 #include <ATen/core/Tensor.h>
 
 #include "../wire/allreduce.h"
+#include "device_fault.hpp"
 #include "diagnostics.hpp"
 #include "fault.hpp"
+#include "peer_fabric.hpp"
 #include "settings.hpp"
 #include "stats.hpp"
 #include "wire_groups.hpp"
@@ -27,17 +30,21 @@ struct GroupCore {
 
   const Config config;
   GroupFault fault;
+  DeviceFault device_fault;
   GroupStats stats;
   WireGroups wire;
-  wire::Workspace workspace;  // used by one call at a time
+  std::optional<PeerFabric::Vote> peer;  // of CPU tensors; empty before their first call. Guarded by the issue lock
+  std::atomic<PeerFabric*> peer_fabric{nullptr};  // that of the vote, for those who end the group without the lock
+  wire::Workspace workspace;                      // used by one call at a time
   std::atomic<int64_t> workspace_bytes{0};
   Diagnostics diagnostics;
 };
 
 struct QuantizedCall {
-  at::Tensor tensor;  // the caller's, any strides without overlap
-  BackendPtr inner;
-  wire::Call wire;  // tensor not set yet
+  at::Tensor tensor;           // the caller's, any strides without overlap
+  PeerFabric* peer = nullptr;  // the exchange goes over peer memory, or else
+  BackendPtr inner;            // over this
+  wire::Call wire;             // tensor not set yet
   MeasuredSite site;
   std::string what;  // names the call in messages
 };

@@ -150,8 +150,8 @@ void validate(const Config& config) {
     TORCH_CHECK_VALUE(quantizable_elem_bytes(dtype) > 0, "dtypes has '", dtype,
                       "', but only 'bfloat16', 'float16' and 'float32' can be quantized");
   }
-  TORCH_CHECK_VALUE(config.fabric == "auto" || config.fabric == "wire", "fabric is '", config.fabric,
-                    "', but this build has only 'wire' ('auto' chooses it)");
+  TORCH_CHECK_VALUE(config.fabric == "auto" || config.fabric == "wire" || config.fabric == "peer", "fabric is '",
+                    config.fabric, "', but must be one of 'auto', 'peer', 'wire'");
   make_policy_rules(config);
 }
 

@@ -20,7 +20,7 @@ namespace echo::pg {
 
 // Slots that one pass may hold. Callers that never start a pass would otherwise keep a slot for every shape they ever
 // use; beyond the limit the state of the direction starts anew, on all ranks at the same call.
-constexpr size_t kMaxSlotsPerPass = 64;
+constexpr size_t kMaxSlotsPerPass = 256;
 
 struct SlotKey {
   int32_t lane = 0;

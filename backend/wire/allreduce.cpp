@@ -1,15 +1,15 @@
-// Phases, as in every composition: agree, then per tile push, reduce, gather, tail, with tiles in different phases at a time.
+// Phases, as in every composition: agree, then per tile push, reduce, gather, tail, with tiles in different phases at a
+// time.
 //
 //   step t:   push(t)      encode, start the all-to-all of tile t
 //             reduce(t-d)  its copies have arrived: sum, encode, start the all-gather
 //             tail(t-2d)   its codes have arrived: decode
 //
-// Slot t % (2d+1) of the ring is reused by tile t+2d+1, whose push comes after tail(t). All ranks start the same exchanges in the same order,
-// which is all that an inner backend which matches by call order needs.
+// Slot t % (2d+1) of the ring is reused by tile t+2d+1, whose push comes after tail(t). All ranks start the same
+// exchanges in the same order, which is all that an inner backend which matches by call order needs.
 #include "allreduce.h"
 
 #include <array>
-#include <cmath>
 #include <limits>
 #include <vector>
 
@@ -63,7 +63,8 @@ class Exchanges {
 };
 
 // Cuts the ring out of one buffer, which the workspace keeps if it is large enough.
-std::array<Slot, kRingSlots> make_ring(const Plan& plan, int64_t tile_groups, const at::TensorOptions& options, Workspace& workspace) {
+std::array<Slot, kRingSlots> make_ring(const Plan& plan, int64_t tile_groups, const at::TensorOptions& options,
+                                       Workspace& workspace) {
   const int64_t bytes = tile_bytes(plan.codec, tile_groups);
   const int64_t needed = kRingSlots * wire_slot_bytes(plan, tile_groups);
   const bool keep = options.device().is_cpu();
@@ -93,7 +94,10 @@ template <typename Device>
 class Composition {
  public:
   Composition(const Call& call, c10d::Backend& inner, Device& device)
-      : call_(call), plan_(call.plan), device_(device), exchanges_(inner, call.timeout),
+      : call_(call),
+        plan_(call.plan),
+        device_(device),
+        exchanges_(inner, call.timeout),
         bytes_options_(call.tensor.options().dtype(at::kByte)),
         tile_groups_(wire_tile_groups(call.plan, Device::kTileElems, call.workspace_bytes)),
         tiles_(ceil_div(segment_groups(call.plan), tile_groups_)) {}
@@ -199,10 +203,7 @@ Receipt expected_bytes(const Plan& plan, int64_t tile_groups) {
       whole * tile_bytes(plan.codec, tile_groups) + (rest > 0 ? tile_bytes(plan.codec, rest) : 0);
   Receipt receipt;
   receipt.wire_bytes = peers * (2 * segment_bytes + static_cast<int64_t>(sizeof(CallRecord)));
-  const double elem_bytes =
-      plan.codec.bits / 8.0 + static_cast<double>(param_bytes(plan.codec)) / plan.codec.group_elems;
-  const double ideal = 2.0 * peers / plan.world_size * static_cast<double>(plan.numel) * elem_bytes;
-  receipt.padding_bytes = receipt.wire_bytes - static_cast<int64_t>(std::ceil(ideal));
+  receipt.padding_bytes = receipt.wire_bytes - ideal_wire_bytes(plan);
   return receipt;
 }
 
@@ -212,7 +213,7 @@ Receipt all_reduce(const Call& call, c10d::Backend& inner, Workspace& workspace)
   site.tensor = call.tensor.data_ptr();
   site.state = call.state.defined() ? call.state.data_ptr() : nullptr;
 #if defined(ECHO_WITH_CUDA)
-  if (call.tensor.is_cuda()) return compose(call, inner, workspace, CudaDevice(site, call.tensor));
+  if (call.tensor.is_cuda()) return compose(call, inner, workspace, CudaDevice(site, call.tensor, call.disagreement));
 #endif
   TORCH_INTERNAL_ASSERT(call.tensor.is_cpu(), "echo was built without stages for ", call.tensor.device());
   return compose(call, inner, workspace, CpuDevice(site));

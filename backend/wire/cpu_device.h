@@ -1,4 +1,5 @@
-// The stages for tensors in CPU memory, under the names that the composition calls. Blocking: when a function returns, its bytes are written.
+// The stages for tensors in CPU memory, under the names that the composition calls. Blocking: when a function returns,
+// its bytes are written.
 #pragma once
 
 #include <algorithm>
@@ -20,7 +21,8 @@ class CpuDevice {
 
   static constexpr int64_t kTileElems = kWireTileElemsCpu;
 
-  // Completes this rank's record with max|x| if a rescale is asked for, and writes it to `out`, sizeof(CallRecord) bytes.
+  // Completes this rank's record with max|x| if a rescale is asked for, and writes it to `out`, sizeof(CallRecord)
+  // bytes.
   void write_record(CallRecord record, bool rescale, std::byte* out) {
     if (rescale) record.max_magnitude = stages_.max_magnitude(site_, GroupRange{0, group_count(site_.plan)});
     std::memcpy(out, &record, sizeof(record));
@@ -46,7 +48,9 @@ class CpuDevice {
   void reduce(GroupRange groups, int64_t tile_groups, const std::byte* const* peer_tiles, std::byte* tile) {
     stages_.reduce(site_, groups, tile_groups, peer_tiles, tile);
   }
-  void tail(GroupRange groups, int64_t tile_groups, const std::byte* tile) { stages_.tail(site_, groups, tile_groups, tile); }
+  void tail(GroupRange groups, int64_t tile_groups, const std::byte* tile) {
+    stages_.tail(site_, groups, tile_groups, tile);
+  }
 
  private:
   Site site_;

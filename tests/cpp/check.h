@@ -1,4 +1,5 @@
-// The smallest test harness that reports a name, a place and the values: CHECK_EQ(a, b) counts and prints, main returns the number of failures.
+// The smallest test harness that reports a name, a place and the values: CHECK_EQ(a, b) counts and prints, main returns
+// the number of failures.
 #pragma once
 
 #include <functional>
@@ -36,8 +37,8 @@ void check_equal(const A& a, const B& b, const char* text, const char* file, int
 
 }  // namespace echo::testing
 
-#define ECHO_TEST(name)                                                    \
-  static void test_##name();                                               \
+#define ECHO_TEST(name)                                                     \
+  static void test_##name();                                                \
   static const echo::testing::Register register_##name(#name, test_##name); \
   static void test_##name()
 #define CHECK_EQ(a, b) echo::testing::check_equal((a), (b), #a " == " #b, __FILE__, __LINE__)

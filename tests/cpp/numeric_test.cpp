@@ -10,7 +10,8 @@ namespace {
 
 using namespace echo;
 
-// Every finite bf16 or fp16 value in increasing order of magnitude has a successor one bit pattern up: enough to check both roundings.
+// Every finite bf16 or fp16 value in increasing order of magnitude has a successor one bit pattern up: enough to check
+// both roundings.
 template <typename Widen, typename Narrow>
 void check_format(Widen widen, Narrow narrow, uint16_t inf_bits, uint16_t nan_bits, ScaleDType format) {
   for (uint32_t pattern = 0; pattern < inf_bits; ++pattern) {

@@ -1,5 +1,6 @@
-// The peer-memory composition with ranks as threads and slabs as plain memory: byte for byte what the stages give without any exchange, over calls of
-// changing size, and a fault instead of a hang or a wrong number where ranks disagree, stay away or die.
+// The peer-memory composition with ranks as threads and slabs as plain memory: byte for byte what the stages give
+// without any exchange, over calls of changing size, and a fault instead of a hang or a wrong number where ranks
+// disagree, stay away or die.
 #include <algorithm>
 #include <atomic>
 #include <chrono>
@@ -28,7 +29,8 @@ struct Slabs {
     for (int rank = 0; rank < shape.world_size; ++rank) {
       words.emplace_back(slab_bytes(shape) / 8 + kCacheLineBytes / 8);
       const auto address = reinterpret_cast<uintptr_t>(words.back().data());
-      bases.push_back(reinterpret_cast<std::byte*>((address + kCacheLineBytes - 1) / kCacheLineBytes * kCacheLineBytes));
+      bases.push_back(
+          reinterpret_cast<std::byte*>((address + kCacheLineBytes - 1) / kCacheLineBytes * kCacheLineBytes));
     }
   }
 };
@@ -64,7 +66,8 @@ Plan plan_of(const Case& c, int number) {
   plan.codec.group_elems = number % 3 == 0 ? 16 : 128;
   plan.codec.bits = number % 5 == 0 ? 8 : 4;
   plan.numel = 1 + (number * 7919) % 5000;
-  plan.feedback = make_feedback(number % 4 == 0 ? Residual::kGroup : Residual::kLocal, StateDType::kInt8, 0.75, 0.35, 0.7, 0.3);
+  plan.feedback =
+      make_feedback(number % 4 == 0 ? Residual::kGroup : Residual::kLocal, StateDType::kInt8, 0.75, 0.35, 0.7, 0.3);
   return plan;
 }
 
@@ -119,10 +122,12 @@ ECHO_TEST(stages_of_a_lane_overlap) {
   };
   const int64_t tiles = ceil_div(segment_groups(plan), peer_tile_groups(plan, shape));
   CHECK(tiles > 10);
-  for (int64_t tile = 0; tile + 1 < tiles; ++tile) CHECK(position(Stage::kPush, tile + 1) < position(Stage::kGather, tile));
+  for (int64_t tile = 0; tile + 1 < tiles; ++tile)
+    CHECK(position(Stage::kPush, tile + 1) < position(Stage::kGather, tile));
 }
 
-// Both ranks' outcome of one call under a scenario: true where it completed; the tensors are checked for NaN where it did not.
+// Both ranks' outcome of one call under a scenario: true where it completed; the tensors are checked for NaN where it
+// did not.
 enum class Trouble { kOtherNumel, kLate, kExited, kAborted };
 
 void check_trouble(Trouble trouble, const std::string& expected_words) {

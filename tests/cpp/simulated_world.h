@@ -1,5 +1,5 @@
-// A whole group of ranks in one process: what every rank holds, and one site carried out stage by stage without any exchange. The expectation
-// for tests of compositions.
+// A whole group of ranks in one process: what every rank holds, and one site carried out stage by stage without any
+// exchange. The expectation for tests of compositions.
 #pragma once
 
 #include <cstring>
@@ -66,13 +66,15 @@ inline void one_site(const cpu::Stages& stages, const Plan& shared, int64_t tile
     for (int rank = 0; rank < ranks; ++rank) {
       for (int owner = 0; owner < ranks; ++owner) {
         if (owner == rank) continue;
-        stages.push(sites[rank], tile_range(shared, owner, tile, tile_groups), tile_groups, pushed[rank * ranks + owner].data());
+        stages.push(sites[rank], tile_range(shared, owner, tile, tile_groups), tile_groups,
+                    pushed[rank * ranks + owner].data());
       }
     }
     for (int owner = 0; owner < ranks; ++owner) {
       std::vector<const std::byte*> copies(ranks);
       for (int rank = 0; rank < ranks; ++rank) copies[rank] = pushed[rank * ranks + owner].data();
-      stages.reduce(sites[owner], tile_range(shared, owner, tile, tile_groups), tile_groups, copies.data(), reduced[owner].data());
+      stages.reduce(sites[owner], tile_range(shared, owner, tile, tile_groups), tile_groups, copies.data(),
+                    reduced[owner].data());
     }
     for (int rank = 0; rank < ranks; ++rank) {
       for (int owner = 0; owner < ranks; ++owner) {

@@ -1,5 +1,5 @@
-// The stages over simulated ranks in one process: every instruction set gives the same bytes, all ranks hold the same result, residuals cancel the
-// error, awkward sizes and alignments stay inside their buffers.
+// The stages over simulated ranks in one process: every instruction set gives the same bytes, all ranks hold the same
+// result, residuals cancel the error, awkward sizes and alignments stay inside their buffers.
 #include <cmath>
 #include <cstring>
 #include <random>
@@ -19,7 +19,8 @@ std::vector<Plan> all_plans() {
   std::vector<Plan> plans;
   for (const DType dtype : {DType::kFloat32, DType::kBFloat16, DType::kFloat16}) {
     for (const Quantizer quantizer : {Quantizer::kSymmetric, Quantizer::kAsymmetric, Quantizer::kZeroAware}) {
-      for (const StateDType state : {StateDType::kInt8, StateDType::kBFloat16, StateDType::kFloat16, StateDType::kFloat32}) {
+      for (const StateDType state :
+           {StateDType::kInt8, StateDType::kBFloat16, StateDType::kFloat16, StateDType::kFloat32}) {
         for (const int variant : {0, 1, 2, 3}) {
           Plan plan;
           plan.dtype = dtype;
