@@ -1,4 +1,4 @@
-"""House rules that a script can check: which folder may include what, who reads the environment, how long a file may be.
+"""House rules that a script can check: which folder may include what, who reads the environment, how long files are.
 
 Prints each breach as path:line: rule and exits with 1 if there is one.
 """

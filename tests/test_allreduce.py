@@ -1,7 +1,7 @@
 """The backend against the reference, byte for byte, through the public surface alone: all_reduce over real processes.
 
-Rows of a pairwise covering array, each a group of its own with a pass of 60 sites with feedback and a second, shorter pass. Ranks
-report a digest of every result; rank 0 also reports the results, so that the first difference can be named.
+Rows of a pairwise covering array, each a group of its own with a pass of 60 sites with feedback and a second, shorter
+pass. Ranks report a digest of every result; rank 0 also reports the results, so that the first difference can be named.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from reference_group import RefGroup
 from torch import Tensor
 
 SITES = (60, 7)  # of the first and of the second pass
-# Kinds by site, so that each row meets them all; the broken one late, since NaN would hide what follows in the same elements.
+# Each row meets them all; "broken" comes last, since its NaN hide what follows in the same elements.
 KINDS = [kind for kind in data.KINDS if kind not in ("broken", "huge")]
 
 

@@ -1,6 +1,8 @@
-"""The codec of one rank against the reference, byte for byte: every combination of format options, on every instruction set that this machine runs.
+"""The codec of one rank against the reference, byte for byte: every combination of format options, on every
+instruction set that this machine runs.
 
-Encoding is compared as a tile, decoding as what a tensor holds afterwards, the compensator by feeding a sequence of contributions to a single state.
+Encoding is compared as a tile, decoding as what a tensor holds afterwards, the compensator by feeding a sequence of
+contributions to a single state.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""CUDA tensors against the reference, byte for byte, over NCCL: as tests/test_allreduce.py does for CPU tensors. Needs one GPU per rank."""
+"""CUDA tensors against the reference, byte for byte, over NCCL; one GPU per rank."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_every_pair_of_options_equals_the_reference(size: int) -> None:
 
 
 def run_async(rank: int, size: int, numel: int) -> list[torch.Tensor]:
-    """Two calls in flight, each in a lane of its own, then sites that follow them; side streams must not change a bit."""
+    """Two calls in flight, each in a lane of its own, then a site that follows them; side streams change no bit."""
     import echo_pg
 
     torch.cuda.set_device(rank)
