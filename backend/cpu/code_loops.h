@@ -11,10 +11,6 @@
 
 namespace echo::cpu {
 
-typedef uint8_t ByteVector __attribute__((vector_size(kVectorElems)));
-typedef uint8_t PairVector __attribute__((vector_size(kVectorElems / 2)));
-typedef uint64_t LongVector __attribute__((vector_size(kVectorElems * sizeof(int32_t))));
-
 // 4-bit codes of neighbouring elements share a byte, the even one in the low nibble.
 template <int kBits>
 static inline void store_codes(IntVector codes, int first_elem, std::byte* out) {
@@ -31,13 +27,9 @@ static inline void store_codes(IntVector codes, int first_elem, std::byte* out) 
 template <int kBits>
 static inline IntVector load_codes(const std::byte* in, int first_elem) {
   if constexpr (kBits == 8) {
-    ByteVector bytes;
-    std::memcpy(&bytes, in + first_elem, sizeof(bytes));
-    return __builtin_convertvector(bytes, IntVector);
+    return widen_bytes(in + first_elem);
   }
-  PairVector bytes;
-  std::memcpy(&bytes, in + first_elem / 2, sizeof(bytes));
-  const LongVector pairs = __builtin_convertvector(bytes, LongVector);
+  const LongVector pairs = widen_pairs(in + first_elem / 2);
   return (IntVector)((pairs & 0xf) | ((pairs & 0xf0) << 28));
 }
 

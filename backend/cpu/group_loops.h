@@ -109,7 +109,15 @@ static inline void rotate_exit(float* x, int elems, const Codec& codec) {
 
 static inline uint32_t group_max_magnitude(const float* x, int elems) {
   uint32_t largest = 0;
-  for (int i = 0; i < elems; ++i) {
+  int i = 0;
+  if (elems >= kVectorElems) {
+    IntVector most = {};
+    for (; i + kVectorElems <= elems; i += kVectorElems) {
+      most = greater_of((IntVector)load_vector(x + i) & static_cast<int32_t>(kAbsMask32), most);
+    }
+    largest = static_cast<uint32_t>(fold(most, [](IntVector p, IntVector q) { return greater_of(p, q); }));
+  }
+  for (; i < elems; ++i) {
     const uint32_t magnitude = bits_of(x[i]) & kAbsMask32;
     largest = largest < magnitude ? magnitude : largest;
   }

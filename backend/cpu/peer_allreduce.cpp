@@ -182,12 +182,14 @@ std::string PeerGroup::describe_fault(const PeerCall& call) const {
   }
   out << " (rank " << record.rank << " waited in " << name_of(static_cast<Stage>(record.stage)) << ", lane "
       << record.lane << ", expected ticket " << std::hex << record.expected << ", saw " << record.seen << ")";
-  if (record.kind == FaultKind::kForeignTicket && record.rank == view_.rank) {
+  // The author of the record may be either of the two that disagree.
+  const int32_t other = record.rank == view_.rank ? record.peer : record.rank;
+  if (record.kind == FaultKind::kForeignTicket && (record.rank == view_.rank || record.peer == view_.rank)) {
     const auto parity = static_cast<int32_t>(call.call_number % kCallParities);
     CallRecord theirs;
-    std::memcpy(&theirs, slabs_[view_.rank] + record_offset(view_.shape, record.peer, parity), sizeof(theirs));
+    std::memcpy(&theirs, slabs_[view_.rank] + record_offset(view_.shape, other, parity), sizeof(theirs));
     const CallRecord mine = make_call_record(call.site.plan, call.direction, call.call_number);
-    out << ": " << describe_mismatch(mine, view_.rank, theirs, record.peer);
+    out << ": " << describe_mismatch(mine, view_.rank, theirs, other);
   }
   return out.str();
 }

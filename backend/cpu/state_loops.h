@@ -33,9 +33,12 @@ static inline void load_average(const Site& site, int which, int64_t group, int 
   uint16_t scale_bits;
   std::memcpy(&scale_bits, base + state_scales_offset(site.plan) + 2 * group, 2);
   const float scale = from_bfloat16(scale_bits);
-  alignas(64) int8_t codes[kMaxGroupElems];
-  std::memcpy(codes, base + first, elems);
-  for (int i = 0; i < elems; ++i) out[i] = scale * static_cast<float>(codes[i]);
+  int i = 0;
+  for (; i + kVectorElems <= elems; i += kVectorElems) {
+    const IntVector codes = (widen_bytes(base + first + i) ^ 0x80) - 0x80;
+    store_vector(scale * __builtin_convertvector(codes, FloatVector), out + i);
+  }
+  for (; i < elems; ++i) out[i] = scale * static_cast<float>(static_cast<int8_t>(base[first + i]));
 }
 
 static inline void store_average(const Site& site, int which, int64_t group, int elems, const float* values) {
@@ -54,10 +57,19 @@ static inline void store_average(const Site& site, int which, int64_t group, int
   }
   const uint16_t scale_bits = int8_state_scale(group_max_magnitude(values, elems));
   const float inverse = int8_state_inverse(scale_bits);
-  alignas(64) int8_t codes[kMaxGroupElems];
-  for (int i = 0; i < elems; ++i)
-    codes[i] = static_cast<int8_t>(static_cast<int32_t>(encode_int8_state(values[i], inverse)));
-  std::memcpy(base + first, codes, elems);
+  constexpr float kShift = 12582912.0f;  // as in round_to_int; the low bits of the shifted value are the code
+  const IntVector shift_bits = (IntVector)(FloatVector{} + kShift);
+  const FloatVector most = FloatVector{} + 127.0f;
+  int i = 0;
+  for (; i + kVectorElems <= elems; i += kVectorElems) {
+    const FloatVector position = load_vector(values + i) * inverse;
+    const FloatVector shifted = lesser_of(greater_of(position, -most), most) + kShift;
+    const ByteVector codes = __builtin_convertvector((IntVector)shifted - shift_bits, ByteVector);
+    std::memcpy(base + first + i, &codes, sizeof(codes));
+  }
+  for (; i < elems; ++i) {
+    base[first + i] = static_cast<std::byte>(static_cast<int32_t>(encode_int8_state(values[i], inverse)));
+  }
   std::memcpy(base + state_scales_offset(site.plan) + 2 * group, &scale_bits, 2);
 }
 
@@ -88,13 +100,26 @@ static inline void update_state(const Site& site, int64_t group, int elems, cons
       m1.at[i] = next.m1;
     }
   } else if (two) {
-    for (int i = 0; i < elems; ++i) {
+    int i = 0;
+    for (; i + kVectorElems <= elems; i += kVectorElems) {
+      const FloatVector u = finite_or_zero_of(load_vector(residual + i));
+      const FloatVector old_m1 = load_vector(m1.at + i);
+      const FloatVector next = (fb.beta2 * load_vector(c.at + i) + fb.k2 * old_m1) + fb.k3 * u;
+      store_vector(finite_or_zero_of(next), c.at + i);
+      store_vector(finite_or_zero_of(fb.beta1 * old_m1 + fb.k1 * u), m1.at + i);
+    }
+    for (; i < elems; ++i) {
       const StateElem next = update_two_averages(StateElem{c.at[i], m1.at[i]}, residual[i], fb);
       c.at[i] = next.c;
       m1.at[i] = next.m1;
     }
   } else {
-    for (int i = 0; i < elems; ++i) c.at[i] = update_one_average(c.at[i], residual[i], fb);
+    int i = 0;
+    for (; i + kVectorElems <= elems; i += kVectorElems) {
+      const FloatVector u = finite_or_zero_of(load_vector(residual + i));
+      store_vector(finite_or_zero_of(fb.beta2 * load_vector(c.at + i) + fb.k3 * u), c.at + i);
+    }
+    for (; i < elems; ++i) c.at[i] = update_one_average(c.at[i], residual[i], fb);
   }
   store_average(site, 0, group, elems, c.at);
   if (two) store_average(site, 1, group, elems, m1.at);

@@ -101,6 +101,21 @@ static __device__ __forceinline__ void widen_chunk(const ChunkWords<kBytesOf<kDT
   }
 }
 
+// As round_to_dtype, but a NaN gives some NaN: for values whose NaNs do not matter.
+template <DType kDType>
+static __device__ __forceinline__ ChunkWords<kBytesOf<kDType>> narrow_numbers(const float* x) {
+  ChunkWords<kBytesOf<kDType>> words;
+#pragma unroll
+  for (int i = 0; i < kChunkElems; ++i) {
+    if constexpr (kDType == DType::kFloat32) {
+      words.at[i] = bits_of(x[i]);
+    } else if (i % 2 == 0) {
+      words.at[i / 2] = kDType == DType::kBFloat16 ? round_pair_bfloat16(x[i], x[i + 1]) : round_pair_float16(x[i], x[i + 1]);
+    }
+  }
+  return words;
+}
+
 // True if a value is NaN, and perhaps if one is Inf: x * 0 is then NaN and stays in the sum.
 static __device__ __forceinline__ bool may_hold_nan(const float* x) {
   float probe = 0.0f;
@@ -109,24 +124,20 @@ static __device__ __forceinline__ bool may_hold_nan(const float* x) {
   return probe != 0.0f;
 }
 
-// As round_to_dtype, NaN canonical; the pair conversions do not know our NaN, so a chunk that may hold one takes the slow way.
+// As round_to_dtype, NaN canonical.
 template <DType kDType>
 static __device__ __forceinline__ ChunkWords<kBytesOf<kDType>> narrow_chunk(const float* x) {
-  ChunkWords<kBytesOf<kDType>> words;
-  if constexpr (kDType == DType::kFloat32) {
+  ChunkWords<kBytesOf<kDType>> words = narrow_numbers<kDType>(x);
+  if (!may_hold_nan(x)) return words;
 #pragma unroll
-    for (int i = 0; i < kChunkElems; ++i) words.at[i] = bits_of(canonical_nan(x[i]));
-  } else {
-    constexpr bool kBrain = kDType == DType::kBFloat16;
-    const bool slow = may_hold_nan(x);
-#pragma unroll
-    for (int i = 0; i < kChunkElems; i += 2) {
-      words.at[i / 2] = kBrain ? round_pair_bfloat16(x[i], x[i + 1]) : round_pair_float16(x[i], x[i + 1]);
-      if (slow) {
-        const uint32_t low = kBrain ? to_bfloat16(x[i]) : to_float16(x[i]);
-        const uint32_t high = kBrain ? to_bfloat16(x[i + 1]) : to_float16(x[i + 1]);
-        words.at[i / 2] = low | high << 16;
-      }
+  for (int i = 0; i < kChunkElems; ++i) {
+    if constexpr (kDType == DType::kFloat32) {
+      words.at[i] = bits_of(canonical_nan(x[i]));
+    } else if (i % 2 == 0) {
+      constexpr bool kBrain = kDType == DType::kBFloat16;
+      const uint32_t low = kBrain ? to_bfloat16(x[i]) : to_float16(x[i]);
+      const uint32_t high = kBrain ? to_bfloat16(x[i + 1]) : to_float16(x[i + 1]);
+      words.at[i / 2] = low | high << 16;
     }
   }
   return words;

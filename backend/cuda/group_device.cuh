@@ -20,9 +20,21 @@ namespace echo::cuda {
 constexpr int kWarpLanes = 32;
 constexpr uint32_t kAllLanes = 0xffffffffu;
 
-// What stays the same for a thread over all groups of a tile. `site` lies in the kernel's parameters.
+// Offsets in the compensator's state that core/tile.h computes with 64-bit divisions: done once, on the host.
+struct StateLayout {
+  int64_t average_bytes = 0;  // from c to m1
+  int64_t scales_offset = 0;  // of int8 state, in either
+};
+
+static inline StateLayout make_state_layout(const Plan& plan) {
+  if (!plan.feedback.enabled) return {};
+  return StateLayout{state_average_bytes(plan), state_scales_offset(plan)};
+}
+
+// What stays the same for a thread over all groups of a tile. The references lead into the kernel's parameters.
 struct Lane {
   const Site& site;
+  const StateLayout& state_layout;
   int64_t first_group;  // of the tile
   int64_t first_elem;   // of the tensor, where the tile's groups begin
   int32_t lanes_log2;   // L
@@ -60,7 +72,8 @@ static __device__ __forceinline__ uint32_t chunk_signs(int32_t chunk, int32_t ru
 }
 
 template <int kElems>
-static __device__ __forceinline__ Lane make_lane(const Site& site, int64_t first_group, int32_t rescale_log2) {
+static __device__ __forceinline__ Lane make_lane(const Site& site, const StateLayout& state_layout, int64_t first_group,
+                                                    int32_t rescale_log2) {
   const int32_t chunks = site.plan.codec.group_elems / kChunkElems;
   const int32_t lanes = (chunks + kElems / kChunkElems - 1) / (kElems / kChunkElems);
   const int32_t lanes_log2 = 32 - __clz(lanes - 1);
@@ -71,7 +84,16 @@ static __device__ __forceinline__ Lane make_lane(const Site& site, int64_t first
     signs |= chunk_signs((part << lanes_log2) + index, site.plan.codec.rotation_log2) << (kChunkElems * part);
   }
   const bool aligned = reinterpret_cast<uintptr_t>(site.tensor) % 16 == 0;
-  return Lane{site, first_group, first_group * site.plan.codec.group_elems, lanes_log2, index, signs, power_of_two(rescale_log2), power_of_two(-rescale_log2), aligned};
+  return Lane{.site = site,
+              .state_layout = state_layout,
+              .first_group = first_group,
+              .first_elem = first_group * site.plan.codec.group_elems,
+              .lanes_log2 = lanes_log2,
+              .index = index,
+              .signs = signs,
+              .scale_up = power_of_two(rescale_log2),
+              .scale_down = power_of_two(-rescale_log2),
+              .tensor_aligned = aligned};
 }
 
 static __device__ __forceinline__ int32_t chunk_of(const Lane& lane, int part) { return (part << lane.lanes_log2) + lane.index; }

@@ -47,6 +47,7 @@ struct TaskList {
 
 struct Job {
   Site site;
+  StateLayout state_layout;
   GroupRange groups;
   int64_t tile_groups;
   const CallState* agreed;
@@ -103,7 +104,7 @@ __global__ void __launch_bounds__(kThreads, kPushBlocks<kElems, kFeedback>)
   const CallState agreed = *job.agreed;
   if (agreed.fault != 0) return;
   [[maybe_unused]] const Feedback& fb = job.site.plan.feedback;
-  const Lane lane = make_lane<kElems>(job.site, job.groups.begin, agreed.rescale_log2);
+  const Lane lane = make_lane<kElems>(job.site, job.state_layout, job.groups.begin, agreed.rescale_log2);
   const TileView<std::byte> view = view_tile(job.site.plan.codec, job.tile_groups, tile);
   clear_unused(job, tile);
   for_each_group<kElems>(job, lane, [&](const GroupAt& at) {
@@ -163,7 +164,7 @@ __global__ void __launch_bounds__(kThreads, kReduceBlocks<kElems, kFeedback>)
   if (agreed.fault != 0) return;
   const Plan& plan = job.site.plan;
   [[maybe_unused]] const Feedback& fb = plan.feedback;
-  const Lane lane = make_lane<kElems>(job.site, job.groups.begin, agreed.rescale_log2);
+  const Lane lane = make_lane<kElems>(job.site, job.state_layout, job.groups.begin, agreed.rescale_log2);
   const TileView<std::byte> view = view_tile(plan.codec, job.tile_groups, tile);
   const Copies<kElems> copies{job, peers};
   clear_unused(job, tile);
@@ -177,8 +178,9 @@ __global__ void __launch_bounds__(kThreads, kReduceBlocks<kElems, kFeedback>)
     quantize_group(lane, at, sum, view, x);
     if constexpr (kFeedback) {
       if (!fb.enabled || fb.residual != Residual::kLocal) return;
+      to_residual_reference<kDType>(lane, x);
 #pragma unroll
-      for (int e = 0; e < kElems; ++e) sum[e] = sum[e] - residual_reference(x[e], plan);
+      for (int e = 0; e < kElems; ++e) sum[e] = sum[e] - x[e];
       update_state(lane, at, sum, c);
     }
   });
@@ -205,7 +207,7 @@ __global__ void __launch_bounds__(kThreads, kTailBlocks<kElems, kFeedback>)
   if (agreed.fault != 0) return fill_nan<kDType>(job);
   const Plan& plan = job.site.plan;
   [[maybe_unused]] const Feedback& fb = plan.feedback;
-  const Lane lane = make_lane<kElems>(job.site, job.groups.begin, agreed.rescale_log2);
+  const Lane lane = make_lane<kElems>(job.site, job.state_layout, job.groups.begin, agreed.rescale_log2);
   const TileView<const std::byte> view = view_tile(plan.codec, job.tile_groups, tile);
   const float inverse_world = 1.0f / static_cast<float>(plan.world_size);
   for_each_group<kElems>(job, lane, [&](const GroupAt& at) {
@@ -215,8 +217,12 @@ __global__ void __launch_bounds__(kThreads, kTailBlocks<kElems, kFeedback>)
       float x[kElems];
       float c[kElems];
       load_contribution<kDType, kFeedback>(lane, at, x, c);
+      float reference[kElems];
 #pragma unroll
-      for (int e = 0; e < kElems; ++e) x[e] = x[e] - residual_reference(decoded[e], plan) * inverse_world;
+      for (int e = 0; e < kElems; ++e) reference[e] = decoded[e];
+      to_residual_reference<kDType>(lane, reference);
+#pragma unroll
+      for (int e = 0; e < kElems; ++e) x[e] = x[e] - reference[e] * inverse_world;
       update_state(lane, at, x, c);
     }
     rotate_exit(lane, at, decoded);
@@ -320,7 +326,12 @@ void with_shape(const Call& call, const GroupRange& groups, int64_t tile_groups,
   const int32_t elems_per_lane = plan.codec.group_elems <= kMostGroupElemsOf16 ? 16 : 32;
   int32_t lanes = 1;
   while (elems_per_lane * lanes < plan.codec.group_elems) lanes *= 2;
-  const Job job{call.site, groups, tile_groups, call.agreed, list_tasks(plan, groups, kWarpLanes / lanes)};
+  const Job job{.site = call.site,
+                .state_layout = make_state_layout(plan),
+                .groups = groups,
+                .tile_groups = tile_groups,
+                .agreed = call.agreed,
+                .list = list_tasks(plan, groups, kWarpLanes / lanes)};
   const unsigned blocks = grid_blocks(ceil_div(job.list.tasks, kWarpsPerBlock));
   with_dtype(plan.dtype, [&]<DType kDType>() {
     if (elems_per_lane == 32 && feedback) return body.template operator()<kDType, 32, true>(blocks, job);
