@@ -1,6 +1,7 @@
 // A chunk, eight consecutive elements of a group, as one lane handles it: words in memory, fp32 values, codes.
 //
-// Nothing here rounds but the conversions to 16 bits; the float arithmetic on codes is exact in any order because it stays below 2^24.
+// Nothing here rounds but the conversions to 16 bits; the float arithmetic on codes is exact in any order because it
+// stays below 2^24.
 #pragma once
 
 #include <cstddef>
@@ -19,11 +20,13 @@ struct ChunkWords {
   uint32_t at[2 * kElemBytes];
 };
 
-// The elements at `from`, zeros behind the last: `remaining` of them exist from there on, none if it is negative. One or two wide loads if the chunk is
-// whole and aligned to its size (32 bytes: to 16). `remaining` is not clamped to 0..8 on purpose: ptxas 13.0 for sm_90 turns "clamped == 8" into the
-// predicate of a VIMNMX.RELU, which says the opposite (seen on an H200, where absent chunks were then stored).
+// The elements at `from`, zeros behind the last: `remaining` of them exist from there on, none if it is negative. One
+// or two wide loads if the chunk is whole and aligned to its size (32 bytes: to 16). `remaining` is not clamped to 0..8
+// on purpose: ptxas 13.0 for sm_90 turns "clamped == 8" into the predicate of a VIMNMX.RELU, which says the opposite
+// (seen on an H200, where absent chunks were then stored).
 template <int kElemBytes>
-static __device__ __forceinline__ ChunkWords<kElemBytes> load_chunk(const std::byte* from, int remaining, bool aligned) {
+static __device__ __forceinline__ ChunkWords<kElemBytes> load_chunk(const std::byte* from, int remaining,
+                                                                    bool aligned) {
   ChunkWords<kElemBytes> words = {};
   if (remaining >= kChunkElems && aligned) {
     if constexpr (kElemBytes == 1) {
@@ -58,7 +61,8 @@ static __device__ __forceinline__ ChunkWords<kElemBytes> load_chunk(const std::b
 
 // Writes the elements that exist and nothing beyond them.
 template <int kElemBytes>
-static __device__ __forceinline__ void store_chunk(const ChunkWords<kElemBytes>& words, std::byte* to, int remaining, bool aligned) {
+static __device__ __forceinline__ void store_chunk(const ChunkWords<kElemBytes>& words, std::byte* to, int remaining,
+                                                   bool aligned) {
   if (remaining >= kChunkElems && aligned) {
     if constexpr (kElemBytes == 1) {
       *reinterpret_cast<uint2*>(to) = make_uint2(words.at[0], words.at[1]);
@@ -110,7 +114,8 @@ static __device__ __forceinline__ ChunkWords<kBytesOf<kDType>> narrow_numbers(co
     if constexpr (kDType == DType::kFloat32) {
       words.at[i] = bits_of(x[i]);
     } else if (i % 2 == 0) {
-      words.at[i / 2] = kDType == DType::kBFloat16 ? round_pair_bfloat16(x[i], x[i + 1]) : round_pair_float16(x[i], x[i + 1]);
+      words.at[i / 2] =
+          kDType == DType::kBFloat16 ? round_pair_bfloat16(x[i], x[i + 1]) : round_pair_float16(x[i], x[i + 1]);
     }
   }
   return words;
@@ -143,7 +148,7 @@ static __device__ __forceinline__ ChunkWords<kBytesOf<kDType>> narrow_chunk(cons
   return words;
 }
 
-// ---- codes ----------------------------------------------------------------------------------------------------------------------------
+// ---- codes --------------------------------------------------------------------------------------------------------
 
 // Codes of a chunk: one word for 4 bits, two for 8.
 struct CodeWords {
@@ -176,7 +181,9 @@ static __device__ __forceinline__ uint32_t pack_half_word(const float* codes, co
   return bits_of(sum);
 }
 
-static __device__ __forceinline__ uint32_t join_halves(uint32_t low, uint32_t high) { return __byte_perm(low, high, 0x5410); }
+static __device__ __forceinline__ uint32_t join_halves(uint32_t low, uint32_t high) {
+  return __byte_perm(low, high, 0x5410);
+}
 
 static __device__ __forceinline__ CodeWords pack_chunk(const float* codes, int bits, const CodeForm& form) {
   CodeWords words = {};
@@ -186,7 +193,8 @@ static __device__ __forceinline__ CodeWords pack_chunk(const float* codes, int b
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const float* four = codes + 4 * half;
-      words.at[half] = join_halves(pack_half_word<2, 256>(four, form), pack_half_word<2, 256>(four + 2, form)) ^ form.flip;
+      words.at[half] =
+          join_halves(pack_half_word<2, 256>(four, form), pack_half_word<2, 256>(four + 2, form)) ^ form.flip;
     }
   }
   return words;
@@ -197,7 +205,8 @@ static __device__ __forceinline__ float byte_value(uint32_t bytes, int byte, flo
   return float_of(__byte_perm(bytes, 0x4b000000u, 0x7540u + byte)) - (8388608.0f + bias);
 }
 
-static __device__ __forceinline__ void unpack_chunk(const CodeWords& words, int bits, const CodeForm& form, float* codes) {
+static __device__ __forceinline__ void unpack_chunk(const CodeWords& words, int bits, const CodeForm& form,
+                                                    float* codes) {
   if (bits == 4) {
     const uint32_t even = (words.at[0] ^ form.flip) & 0x0f0f0f0fu;
     const uint32_t odd = ((words.at[0] ^ form.flip) >> 4) & 0x0f0f0f0fu;

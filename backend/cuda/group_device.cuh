@@ -1,11 +1,12 @@
-// Loops over one group held in the registers of a power-of-two number of lanes: the device's way of visiting what core/ defines.
+// Loops over one group held in the registers of a power-of-two number of lanes: the device's way of visiting what core/
+// defines.
 //
-//   chunk     8 consecutive elements                                   one lane holds chunks lane, lane + L, lane + 2L, ...
-//   group     g / 8 chunks over L = 1, 2, .. 32 lanes                  slots without a chunk are absent
-//   warp      32 / L full groups side by side, or the one partial group
+//   chunk   8 consecutive elements; one lane holds chunks lane, lane + L, lane + 2L, ...
+//   group   g / 8 chunks over L = 1, 2, .. 32 lanes; slots without a chunk are absent
+//   warp    32 / L full groups side by side, or the one partial group
 //
-// Every lane of the warp executes every function here, so shuffles always name the whole warp: whatever steers a branch around one must be equal in
-// all lanes. Idle lanes hold no element of any group; they neither read nor write memory.
+// Every lane of the warp executes every function here, so shuffles always name the whole warp: whatever steers a branch
+// around one must be equal in all lanes. Idle lanes hold no element of any group; they neither read nor write memory.
 #pragma once
 
 #include "../core/feedback.h"
@@ -47,10 +48,10 @@ struct Lane {
 
 // One group as this lane sees it; `rotated` and `dense` are equal in all lanes of the warp.
 struct GroupAt {
-  int32_t slot = 0;     // its place in the tile
-  int32_t elems = 0;    // 0: no group for these lanes
+  int32_t slot = 0;   // its place in the tile, which holds fewer than 2^31 groups
+  int32_t elems = 0;  // 0: no group for these lanes
   bool rotated = false;
-  bool dense = false;   // no slot of any lane of the warp is absent
+  bool dense = false;  // no slot of any lane of the warp is absent
 };
 
 // Bit i of byte b: the rotation negates element 8b + i of a run.
@@ -73,7 +74,7 @@ static __device__ __forceinline__ uint32_t chunk_signs(int32_t chunk, int32_t ru
 
 template <int kElems>
 static __device__ __forceinline__ Lane make_lane(const Site& site, const StateLayout& state_layout, int64_t first_group,
-                                                    int32_t rescale_log2) {
+                                                 int32_t rescale_log2) {
   const int32_t chunks = site.plan.codec.group_elems / kChunkElems;
   const int32_t lanes = (chunks + kElems / kChunkElems - 1) / (kElems / kChunkElems);
   const int32_t lanes_log2 = 32 - __clz(lanes - 1);
@@ -96,7 +97,9 @@ static __device__ __forceinline__ Lane make_lane(const Site& site, const StateLa
               .tensor_aligned = aligned};
 }
 
-static __device__ __forceinline__ int32_t chunk_of(const Lane& lane, int part) { return (part << lane.lanes_log2) + lane.index; }
+static __device__ __forceinline__ int32_t chunk_of(const Lane& lane, int part) {
+  return (part << lane.lanes_log2) + lane.index;
+}
 
 // Elements of the group from this lane's chunk `part` on; not positive if the chunk is absent.
 static __device__ __forceinline__ int32_t remaining_in(const Lane& lane, const GroupAt& at, int part) {
@@ -104,7 +107,8 @@ static __device__ __forceinline__ int32_t remaining_in(const Lane& lane, const G
 }
 
 template <int kElems>
-static __device__ __forceinline__ void fill_absent(const Lane& lane, const GroupAt& at, float value, float (&x)[kElems]) {
+static __device__ __forceinline__ void fill_absent(const Lane& lane, const GroupAt& at, float value,
+                                                   float (&x)[kElems]) {
   if (at.dense) return;
 #pragma unroll
   for (int e = 0; e < kElems; ++e) {
@@ -112,7 +116,7 @@ static __device__ __forceinline__ void fill_absent(const Lane& lane, const Group
   }
 }
 
-// ---- tensor ---------------------------------------------------------------------------------------------------------------------------
+// ---- tensor -------------------------------------------------------------------------------------------------------
 
 // Index in the tensor of the first element of this lane's chunk `part`.
 static __device__ __forceinline__ int64_t elem_index(const Lane& lane, const GroupAt& at, int part) {
@@ -128,7 +132,7 @@ static __device__ __forceinline__ void store_elements(const Lane& lane, const Gr
   }
 }
 
-// ---- rotation -------------------------------------------------------------------------------------------------------------------------
+// ---- rotation -----------------------------------------------------------------------------------------------------
 
 // Butterflies at a stride between elements of one lane.
 template <int kElems>
@@ -143,7 +147,8 @@ static __device__ __forceinline__ void butterflies_inside(float (&x)[kElems], in
   }
 }
 
-// Pre: runs of at least 2. Strides inside a chunk, then across lanes, then across the chunks of a lane: ascending, as the contract has it.
+// Pre: runs of at least 2. Strides inside a chunk, then across lanes, then across the chunks of a lane: ascending, as
+// the contract has it.
 template <int kElems>
 static __device__ __forceinline__ void butterflies(const Lane& lane, float (&x)[kElems]) {
   const int run_log2 = lane.site.plan.codec.rotation_log2;
@@ -195,7 +200,7 @@ static __device__ __forceinline__ void rotate_exit(const Lane& lane, const Group
   flip_signs(lane, x);
 }
 
-// ---- quantizer ------------------------------------------------------------------------------------------------------------------------
+// ---- quantizer ----------------------------------------------------------------------------------------------------
 
 // A tile in memory: codes and parameters of its groups (core/tile.h).
 template <typename Byte>
@@ -236,8 +241,8 @@ static __device__ __forceinline__ GroupStats group_stats(const Lane& lane, const
 
 // Encodes x into the tile and says what a receiver will decode, in the caller's units. Overwrites absent slots of x.
 template <int kElems>
-static __device__ __forceinline__ void quantize_group(
-    const Lane& lane, const GroupAt& at, float (&x)[kElems], const TileView<std::byte>& tile, float (&decoded)[kElems]) {
+static __device__ __forceinline__ void quantize_group(const Lane& lane, const GroupAt& at, float (&x)[kElems],
+                                                      const TileView<std::byte>& tile, float (&decoded)[kElems]) {
   const Codec& codec = lane.site.plan.codec;
   if (!at.dense) {
     fill_absent(lane, at, __shfl_sync(kAllLanes, x[0], 0, 1 << lane.lanes_log2), x);
@@ -266,7 +271,8 @@ static __device__ __forceinline__ void quantize_group(
     if (codec.quantizer == Quantizer::kSymmetric) {
       reinterpret_cast<uint16_t*>(tile.params)[at.slot] = params.scale_bits;
     } else {
-      reinterpret_cast<uint32_t*>(tile.params)[at.slot] = params.scale_bits | static_cast<uint32_t>(params.zero_bits) << 16;
+      reinterpret_cast<uint32_t*>(tile.params)[at.slot] = params.scale_bits | static_cast<uint32_t>(params.zero_bits)
+                                                                                  << 16;
     }
   }
 #pragma unroll
@@ -281,7 +287,8 @@ struct Encoded {
 };
 
 template <int kElems>
-static __device__ __forceinline__ Encoded<kElems> load_encoded(const Lane& lane, const GroupAt& at, const TileView<const std::byte>& tile) {
+static __device__ __forceinline__ Encoded<kElems> load_encoded(const Lane& lane, const GroupAt& at,
+                                                               const TileView<const std::byte>& tile) {
   const Codec& codec = lane.site.plan.codec;
   Encoded<kElems> encoded = {};
   const std::byte* codes = tile.codes + int64_t{at.slot} * static_cast<int32_t>(code_bytes(codec));
@@ -306,7 +313,8 @@ static __device__ __forceinline__ Encoded<kElems> load_encoded(const Lane& lane,
 }
 
 template <int kElems>
-static __device__ __forceinline__ void decode_group(const Lane& lane, const Encoded<kElems>& encoded, float (&decoded)[kElems]) {
+static __device__ __forceinline__ void decode_group(const Lane& lane, const Encoded<kElems>& encoded,
+                                                    float (&decoded)[kElems]) {
   const Codec& codec = lane.site.plan.codec;
   const GroupGrid grid = group_grid(encoded.params, codec);
 #pragma unroll

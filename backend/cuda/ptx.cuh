@@ -1,7 +1,7 @@
 // All inline assembly of the project: instructions that CUDA C++ has no name for, each under the guarantee it gives.
 //
-// The conversions are exact replacements of functions of core/numeric.h, for the inputs named; tests/cpp/cuda_stages_test.cu compares them over
-// every fp32 and every 16-bit pattern.
+// The conversions are exact replacements of functions of core/numeric.h, for the inputs named;
+// tests/cpp/cuda_stages_test.cu compares them over every fp32 and every 16-bit pattern.
 #pragma once
 
 #include <cstdint>
@@ -47,13 +47,15 @@ static __device__ __forceinline__ float widen_high_float16(uint32_t pair) {
   return result;
 }
 
-// The value itself, in a way that keeps the compiler from computing what depends on it ahead of a loop and holding that in registers.
+// The value itself, in a way that keeps the compiler from computing what depends on it ahead of a loop and holding that
+// in registers.
 static __device__ __forceinline__ uint32_t recompute_here(uint32_t value) {
   asm volatile("" : "+r"(value));
   return value;
 }
 
-// Every earlier write of this thread is seen by whoever reads the new value with acquire at system scope, the host included.
+// Every earlier write of this thread is seen by whoever reads the new value with acquire at system scope, the host
+// included.
 static __device__ __forceinline__ void store_release_sys(uint32_t* at, uint32_t value) {
   asm volatile("st.release.sys.global.u32 [%0], %1;" : : "l"(at), "r"(value) : "memory");
 }

@@ -15,17 +15,20 @@ static __device__ __forceinline__ uint16_t* scale_at(const Lane& lane, const Gro
 }
 
 template <DType kDType, int kElems>
-static __device__ __forceinline__ void load_wide_average(const Lane& lane, const GroupAt& at, const std::byte* base, float (&out)[kElems]) {
+static __device__ __forceinline__ void load_wide_average(const Lane& lane, const GroupAt& at, const std::byte* base,
+                                                         float (&out)[kElems]) {
 #pragma unroll
   for (int part = 0; part < kElems / kChunkElems; ++part) {
     const std::byte* from = base + elem_index(lane, at, part) * kBytesOf<kDType>;
-    widen_chunk<kDType>(load_chunk<kBytesOf<kDType>>(from, remaining_in(lane, at, part), true), out + kChunkElems * part);
+    widen_chunk<kDType>(load_chunk<kBytesOf<kDType>>(from, remaining_in(lane, at, part), true),
+                        out + kChunkElems * part);
   }
 }
 
 // One stored average (0: c, 1: m1); absent slots are 0.
 template <int kElems>
-static __device__ __forceinline__ void load_average(const Lane& lane, const GroupAt& at, int which, float (&out)[kElems]) {
+static __device__ __forceinline__ void load_average(const Lane& lane, const GroupAt& at, int which,
+                                                    float (&out)[kElems]) {
   const Plan& plan = lane.site.plan;
   std::byte* base = average_base(lane, which);
   switch (plan.feedback.state_dtype) {
@@ -49,7 +52,8 @@ static __device__ __forceinline__ void load_average(const Lane& lane, const Grou
 }
 
 template <StateDType kState, int kElems>
-static __device__ __forceinline__ void store_wide_average(const Lane& lane, const GroupAt& at, std::byte* base, const float (&values)[kElems]) {
+static __device__ __forceinline__ void store_wide_average(const Lane& lane, const GroupAt& at, std::byte* base,
+                                                          const float (&values)[kElems]) {
   constexpr int kBytes = kState == StateDType::kFloat32 ? 4 : 2;
 #pragma unroll
   for (int part = 0; part < kElems / kChunkElems; ++part) {
@@ -68,7 +72,8 @@ static __device__ __forceinline__ void store_wide_average(const Lane& lane, cons
 }
 
 template <int kElems>
-static __device__ __forceinline__ void store_int8_average(const Lane& lane, const GroupAt& at, std::byte* base, const float (&values)[kElems]) {
+static __device__ __forceinline__ void store_int8_average(const Lane& lane, const GroupAt& at, std::byte* base,
+                                                          const float (&values)[kElems]) {
   float largest = 0.0f;
 #pragma unroll
   for (int e = 0; e < kElems; ++e) largest = fmaxf(largest, fabsf(values[e]));
@@ -85,13 +90,15 @@ static __device__ __forceinline__ void store_int8_average(const Lane& lane, cons
 #pragma unroll
     for (int i = 0; i < kChunkElems; ++i) codes[i] = encode_int8_state(values[kChunkElems * part + i], inverse);
     const CodeWords words = pack_chunk(codes, 8, code_form(8, true));
-    store_chunk(ChunkWords<1>{{words.at[0], words.at[1]}}, base + elem_index(lane, at, part), remaining_in(lane, at, part), true);
+    store_chunk(ChunkWords<1>{{words.at[0], words.at[1]}}, base + elem_index(lane, at, part),
+                remaining_in(lane, at, part), true);
   }
 }
 
 // Pre: values are finite, those of absent slots 0.
 template <int kElems>
-static __device__ __forceinline__ void store_average(const Lane& lane, const GroupAt& at, int which, const float (&values)[kElems]) {
+static __device__ __forceinline__ void store_average(const Lane& lane, const GroupAt& at, int which,
+                                                     const float (&values)[kElems]) {
   std::byte* base = average_base(lane, which);
   switch (lane.site.plan.feedback.state_dtype) {
     case StateDType::kFloat32:
@@ -105,14 +112,17 @@ static __device__ __forceinline__ void store_average(const Lane& lane, const Gro
   }
 }
 
-// The contribution as sent: rotated, then compensated. `c` is the stored correction, 0 where none is added. Without kFeedback the plan has none.
+// The contribution as sent: rotated, then compensated. `c` is the stored correction, 0 where none is added. Without
+// kFeedback the plan has none.
 template <DType kDType, bool kFeedback, int kElems>
-static __device__ __forceinline__ void load_contribution(const Lane& lane, const GroupAt& at, float (&x)[kElems], float (&c)[kElems]) {
+static __device__ __forceinline__ void load_contribution(const Lane& lane, const GroupAt& at, float (&x)[kElems],
+                                                         float (&c)[kElems]) {
   const Plan& plan = lane.site.plan;
   ChunkWords<kBytesOf<kDType>> words[kElems / kChunkElems];
 #pragma unroll
   for (int part = 0; part < kElems / kChunkElems; ++part) {
-    const std::byte* from = static_cast<const std::byte*>(lane.site.tensor) + elem_index(lane, at, part) * kBytesOf<kDType>;
+    const std::byte* from =
+        static_cast<const std::byte*>(lane.site.tensor) + elem_index(lane, at, part) * kBytesOf<kDType>;
     words[part] = load_chunk<kBytesOf<kDType>>(from, remaining_in(lane, at, part), lane.tensor_aligned);
   }
 #pragma unroll
@@ -142,7 +152,8 @@ static __device__ __forceinline__ void to_residual_reference(const Lane& lane, f
 }
 
 template <int kElems>
-static __device__ __forceinline__ void next_state(bool first, const Feedback& fb, const float (&u)[kElems], float (&c)[kElems], float (&m1)[kElems]) {
+static __device__ __forceinline__ void next_state(bool first, const Feedback& fb, const float (&u)[kElems],
+                                                  float (&c)[kElems], float (&m1)[kElems]) {
   if (first) {
 #pragma unroll
     for (int e = 0; e < kElems; ++e) {
@@ -162,7 +173,8 @@ static __device__ __forceinline__ void next_state(bool first, const Feedback& fb
 
 // `u` holds the residual of each element as computed, `c` what load_contribution gave. Overwrites both.
 template <int kElems>
-static __device__ __forceinline__ void update_state(const Lane& lane, const GroupAt& at, float (&u)[kElems], float (&c)[kElems]) {
+static __device__ __forceinline__ void update_state(const Lane& lane, const GroupAt& at, float (&u)[kElems],
+                                                    float (&c)[kElems]) {
   // Copies whose k2 the compiler knows to be zero or not, so that update_element has no branch left.
   Feedback one_average = lane.site.plan.feedback;
   const Feedback two_averages = one_average;

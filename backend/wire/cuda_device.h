@@ -1,5 +1,6 @@
-// The stages for tensors in CUDA memory, under the names that the composition calls. Nothing blocks: everything is enqueued on the stream that was
-// current when the object was made, and whether the ranks agreed is known to the host only later (cuda::read_fault).
+// The stages for tensors in CUDA memory, under the names that the composition calls. Nothing blocks: everything is
+// enqueued on the stream that was current when the object was made, and whether the ranks agreed is known to the host
+// only later (cuda::read_disagreement).
 #pragma once
 
 #if !defined(ECHO_WITH_CUDA)
@@ -18,24 +19,28 @@ namespace echo::wire {
 
 class CudaDevice {
  public:
-  // `fault` is the group's (cuda::create_fault_record); a group whose record is set gets NaN from every later call.
-  CudaDevice(const Site& site, const at::Tensor& tensor, cuda::FaultRecord* fault)
-      : device_(tensor.device()), fault_(fault),
+  // `disagreement` is the group's (cuda::create_disagreement); once it is set, every later call of the group delivers
+  // NaN.
+  CudaDevice(const Site& site, const at::Tensor& tensor, cuda::Disagreement* disagreement)
+      : device_(tensor.device()),
+        disagreement_(disagreement),
         agreed_(at::empty({static_cast<int64_t>(sizeof(cuda::CallState))}, tensor.options().dtype(at::kByte))),
         call_{site, agreed(), c10::cuda::getCurrentCUDAStream(tensor.device().index()).stream()} {}
 
   static constexpr int64_t kTileElems = kWireTileElemsCuda;
 
-  // Completes this rank's record with max|x| if a rescale is asked for, and writes it to `out`, sizeof(CallRecord) bytes.
+  // Completes this rank's record with max|x| if a rescale is asked for, and writes it to `out`, sizeof(CallRecord)
+  // bytes.
   void write_record(const CallRecord& record, bool rescale, std::byte* out) {
     const c10::cuda::CUDAGuard guard(device_);
     cuda::write_record(call_, record, rescale, reinterpret_cast<CallRecord*>(out));
   }
 
-  // Pre: all records have arrived. Post: the stages below know the rescale, or that the ranks disagree and the result is NaN.
+  // Pre: all records have arrived. Post: the stages below know the rescale, or that the ranks disagree and the result
+  // is NaN.
   void open_call(const std::byte* records) {
     const c10::cuda::CUDAGuard guard(device_);
-    cuda::open_call(call_, reinterpret_cast<const CallRecord*>(records), agreed(), fault_);
+    cuda::open_call(call_, reinterpret_cast<const CallRecord*>(records), agreed(), disagreement_);
   }
 
   void push(GroupRange groups, int64_t tile_groups, std::byte* tile) {
@@ -62,7 +67,7 @@ class CudaDevice {
   cuda::CallState* agreed() const { return reinterpret_cast<cuda::CallState*>(agreed_.data_ptr()); }
 
   c10::Device device_;
-  cuda::FaultRecord* fault_;
+  cuda::Disagreement* disagreement_;
   at::Tensor agreed_;  // one CallState, on the device
   cuda::Call call_;
 };

@@ -1,35 +1,31 @@
-// The CUDA stages against the CPU stages, byte for byte, over simulated ranks on one device: random plans, awkward data, sizes and alignments, several
-// sites in a row. Both sides work on the same memory image (tensors, states, tiles, guards between them), and the images are compared whole.
+// The CUDA stages against the CPU stages, byte for byte, over simulated ranks on one device: random plans, awkward
+// data, sizes and alignments, several sites in a row. Both sides work on the same memory image (tensors, states, tiles,
+// guards between them), and the images are compared whole.
 //
 //   cuda_stages_test [plans = 600] [seed = 1]
 //
-// Needs no torch. Build: compile backend/cuda/stages.cu, backend/cpu, backend/core/call_record.cpp as backend/CMakeLists.txt does, and link.
+// Needs no torch. Build: compile backend/cuda/stages.cu, backend/cpu, backend/core/call_record.cpp as
+// backend/CMakeLists.txt does, and link.
 #include <cuda_runtime.h>
 
 #include <cstdlib>
 #include <cstring>
-#include <random>
-#include <sstream>
 #include <stdexcept>
 #include <string>
 #include <vector>
 
-#include "../../backend/core/reduce.h"
-#include "../../backend/cpu/stages.h"
 #include "../../backend/cuda/chunk_device.cuh"
 #include "../../backend/cuda/stages.h"
 #include "check.h"
+#include "cuda_case.h"
 
 namespace {
 
 using namespace echo;
-using Random = std::mt19937;
+using namespace echo::testing;
 
 int g_plans = 600;
 unsigned g_seed = 1;
-
-constexpr std::byte kPoison{0xa5};
-constexpr int64_t kGuardBytes = 48;
 
 void check_cuda(cudaError_t result) {
   if (result != cudaSuccess) throw std::runtime_error(cudaGetErrorString(result));
@@ -43,140 +39,6 @@ struct DeviceMemory {
   std::byte* at = nullptr;
 };
 
-struct Case {
-  Plan plan;
-  int64_t tile_groups = 1;
-  int64_t offset_elems = 0;  // of the tensors, from a 16-byte boundary
-  bool rescale = false;
-  std::vector<bool> first_site;
-};
-
-// Where everything of a case lies in its memory image.
-struct Layout {
-  explicit Layout(const Case& c) : ranks(c.plan.world_size), tile(tile_bytes(c.plan.codec, c.tile_groups)) {
-    tiles = ceil_div(segment_groups(c.plan), c.tile_groups);
-    tensors = kGuardBytes + c.offset_elems * dtype_bytes(c.plan.dtype);
-    tensor_stride = align_up(c.plan.numel * dtype_bytes(c.plan.dtype)) + kGuardBytes;
-    states = align_up(tensors + ranks * tensor_stride);
-    state_stride = align_up(state_bytes(c.plan)) + kGuardBytes;
-    received = states + ranks * state_stride;
-    reduced = received + tiles * ranks * ranks * tile + kGuardBytes;
-    size = reduced + tiles * ranks * tile + kGuardBytes;
-  }
-  int64_t ranks, tile, tiles, tensors, tensor_stride, states, state_stride, received, reduced, size;
-
-  int64_t tensor_of(int64_t rank) const { return tensors + rank * tensor_stride; }
-  int64_t state_of(int64_t rank) const { return states + rank * state_stride; }
-  int64_t received_by(int64_t tile_index, int64_t owner) const { return received + (tile_index * ranks + owner) * ranks * tile; }
-  int64_t reduced_by(int64_t tile_index, int64_t owner) const { return reduced + (tile_index * ranks + owner) * tile; }
-};
-
-Site site_of(const Case& c, const Layout& layout, std::byte* image, int rank) {
-  Site site;
-  site.plan = c.plan;
-  site.plan.rank = rank;
-  site.tensor = image + layout.tensor_of(rank);
-  site.state = c.plan.feedback.enabled ? image + layout.state_of(rank) : nullptr;
-  return site;
-}
-
-// ---- data -----------------------------------------------------------------------------------------------------------------------------
-
-float awkward_value(Random& random, int kind) {
-  std::normal_distribution<float> normal(0.0f, 1.0f);
-  const float x = normal(random);
-  constexpr float kFactors[] = {1e-41f, 6e-8f, 1e38f, 3e4f};  // subnormals, overflow of the sum, fp16's ends
-  if (kind < 4) return x * kFactors[kind];
-  if (kind < 6) return x + (kind == 4 ? 6.0f : -6.0f);
-  if (kind == 6) return random() % 2 == 0 ? 0.0f : -0.0f;
-  if (kind == 7) return random() % 40 == 0 ? x * 300.0f : x;
-  return kind == 8 && random() % 3 == 0 ? 0.0f : kind == 8 ? std::abs(x) : x;
-}
-
-void fill_tensor(const Plan& plan, Random& random, std::byte* out) {
-  constexpr float kSpecials[] = {INFINITY, -INFINITY, NAN, -0.0f};
-  const float constant = awkward_value(random, 4);
-  for (int64_t i = 0, kind = 9; i < plan.numel; ++i) {
-    if (i % plan.codec.group_elems == 0) kind = random() % 24;
-    float x = kind == 10 ? constant : awkward_value(random, static_cast<int>(kind));
-    if (kind == 11 && random() % 64 == 0) x = kSpecials[random() % 4];
-    const uint16_t half = plan.dtype == DType::kBFloat16 ? to_bfloat16(x) : to_float16(x);
-    std::memcpy(out + i * dtype_bytes(plan.dtype), plan.dtype == DType::kFloat32 ? static_cast<const void*>(&x) : &half, dtype_bytes(plan.dtype));
-  }
-}
-
-template <typename T>
-T pick(Random& random, std::initializer_list<T> of) {
-  return of.begin()[random() % of.size()];
-}
-
-Case random_case(Random& random) {
-  Case c;
-  Plan& plan = c.plan;
-  Codec& codec = plan.codec;
-  plan.dtype = pick(random, {DType::kFloat32, DType::kBFloat16, DType::kFloat16});
-  plan.world_size = pick(random, {2, 2, 3, 4, 8});
-  codec.bits = pick(random, {4, 8});
-  codec.group_elems = pick(random, {16, 24, 32, 40, 64, 72, 128, 128, 128, 136, 256, 264, 384, 512, 520, 768, 1000, 1024});
-  codec.quantizer = pick(random, {Quantizer::kSymmetric, Quantizer::kAsymmetric, Quantizer::kZeroAware});
-  codec.scale_dtype = pick(random, {ScaleDType::kBFloat16, ScaleDType::kFloat16});
-  codec.tau = pick(random, {0.125f, 0.125f, 0.0f, 1.0f});
-  codec.clip = pick(random, {1.0f, 1.0f, 0.95f, 0.5f});
-  const int most = __builtin_ctz(codec.group_elems);
-  codec.rotation_log2 = pick(random, {0, most, 1 + static_cast<int>(random() % most)});
-  if (random() % 4 != 0) {
-    const StateDType state = pick(random, {StateDType::kInt8, StateDType::kBFloat16, StateDType::kFloat16, StateDType::kFloat32});
-    plan.feedback = make_feedback(pick(random, {Residual::kLocal, Residual::kGroup}), state, 0.75, pick(random, {0.35, 0.0}), 0.7, 0.3);
-    if (plan.feedback.k2 == 0.0f && random() % 2 == 0) plan.feedback.beta2 = 0.9f;
-  }
-  const int64_t groups = 1 + random() % (2 + 6000 / codec.group_elems);
-  plan.numel = random() % 2 == 0 ? groups * codec.group_elems : (groups - 1) * codec.group_elems + 1 + random() % codec.group_elems;
-  c.tile_groups = 1 + random() % segment_groups(plan);
-  c.tile_groups = std::max(c.tile_groups, ceil_div(segment_groups(plan), 4));
-  c.offset_elems = random() % 2 == 0 ? 0 : random() % 9;
-  c.rescale = random() % 3 == 0;
-  c.first_site = {true, false, random() % 4 == 0, false};
-  return c;
-}
-
-std::string describe(const Case& c) {
-  const Plan& p = c.plan;
-  std::ostringstream out;
-  out << "dtype " << int(p.dtype) << " P " << p.world_size << " numel " << p.numel << " offset " << c.offset_elems << " tile " << c.tile_groups << " rescale "
-      << c.rescale << " bits " << p.codec.bits << " g " << p.codec.group_elems << " quantizer " << int(p.codec.quantizer) << " scale "
-      << int(p.codec.scale_dtype) << " rotation 2^" << p.codec.rotation_log2 << " tau " << p.codec.tau << " clip " << p.codec.clip << " feedback "
-      << p.feedback.enabled << " residual " << int(p.feedback.residual) << " state " << int(p.feedback.state_dtype) << " k2 " << p.feedback.k2;
-  return out.str();
-}
-
-// ---- one site on either side ----------------------------------------------------------------------------------------------------------
-
-uint32_t run_on_cpu(const Case& c, const Layout& layout, std::byte* image) {
-  const cpu::Stages& stages = cpu::active_stages();
-  std::vector<Site> sites;
-  uint32_t largest = 0;
-  for (int rank = 0; rank < layout.ranks; ++rank) {
-    sites.push_back(site_of(c, layout, image, rank));
-    if (c.rescale) largest = std::max(largest, stages.max_magnitude(sites[rank], GroupRange{0, group_count(c.plan)}));
-  }
-  for (Site& site : sites) site.rescale_log2 = rescale_exponent(largest);
-  for (int64_t t = 0; t < layout.tiles; ++t) {
-    for (int owner = 0; owner < layout.ranks; ++owner) {
-      std::vector<const std::byte*> copies(layout.ranks);
-      const GroupRange range = tile_range(c.plan, owner, t, c.tile_groups);
-      for (int rank = 0; rank < layout.ranks; ++rank) {
-        std::byte* copy = image + layout.received_by(t, owner) + rank * layout.tile;
-        copies[rank] = copy;
-        if (rank != owner) stages.push(sites[rank], range, c.tile_groups, copy);
-      }
-      std::byte* sum = image + layout.reduced_by(t, owner);
-      stages.reduce(sites[owner], range, c.tile_groups, copies.data(), sum);
-      for (const Site& site : sites) stages.tail(site, range, c.tile_groups, sum);
-    }
-  }
-  return largest;
-}
-
 // The records and agreed states of all ranks: what an all-gather would have brought to each.
 struct Opening {
   explicit Opening(int64_t ranks) : memory(ranks * (sizeof(CallRecord) + sizeof(cuda::CallState))), ranks(ranks) {}
@@ -186,13 +48,16 @@ struct Opening {
   cuda::CallState* agreed(int rank) const { return reinterpret_cast<cuda::CallState*>(records() + ranks) + rank; }
 };
 
-void run_on_device(const Case& c, const Layout& layout, std::byte* image, const Opening& opening, cuda::FaultRecord* fault, cudaStream_t stream) {
+void run_on_device(const StageCase& c, const Layout& layout, std::byte* image, const Opening& opening,
+                   cuda::Disagreement* disagreement, cudaStream_t stream) {
   std::vector<cuda::Call> calls;
   for (int rank = 0; rank < layout.ranks; ++rank) {
     calls.push_back(cuda::Call{site_of(c, layout, image, rank), opening.agreed(rank), stream});
-    cuda::write_record(calls[rank], make_call_record(c.plan, Direction::kForward, 3), c.rescale, opening.records() + rank);
+    cuda::write_record(calls[rank], make_call_record(c.plan, Direction::kForward, 3), c.rescale,
+                       opening.records() + rank);
   }
-  for (int rank = 0; rank < layout.ranks; ++rank) cuda::open_call(calls[rank], opening.records(), opening.agreed(rank), fault);
+  for (int rank = 0; rank < layout.ranks; ++rank)
+    cuda::open_call(calls[rank], opening.records(), opening.agreed(rank), disagreement);
   for (int64_t t = 0; t < layout.tiles; ++t) {
     for (int owner = 0; owner < layout.ranks; ++owner) {
       const GroupRange range = tile_range(c.plan, owner, t, c.tile_groups);
@@ -207,21 +72,10 @@ void run_on_device(const Case& c, const Layout& layout, std::byte* image, const 
   }
 }
 
-std::string first_difference(const Layout& layout, const std::vector<std::byte>& a, const std::vector<std::byte>& b) {
-  for (int64_t i = 0; i < layout.size; ++i) {
-    if (a[i] == b[i]) continue;
-    const char* part = i >= layout.reduced ? "reduced tiles" : i >= layout.received ? "pushed tiles" : i >= layout.states ? "states" : "tensors";
-    std::ostringstream out;
-    out << part << " at byte " << i << " of " << layout.size << ": " << int(a[i]) << " on the device, " << int(b[i]) << " on the CPU";
-    return out.str();
-  }
-  return {};
-}
-
 // True if both sides agree after every site.
-bool check_case(const Case& whole, Random& random) {
-  static cuda::FaultRecord* const fault = cuda::create_fault_record();
-  Case c = whole;
+bool check_case(const StageCase& whole, Random& random) {
+  static cuda::Disagreement* const disagreement = cuda::create_disagreement();
+  StageCase c = whole;
   const Layout layout(c);
   const Opening opening(layout.ranks);
   const DeviceMemory image(layout.size);
@@ -229,9 +83,10 @@ bool check_case(const Case& whole, Random& random) {
   std::vector<std::byte> seen(layout.size);
   for (size_t site = 0; site < whole.first_site.size(); ++site) {
     c.plan.first_site = whole.first_site[site];
-    for (int rank = 0; rank < layout.ranks; ++rank) fill_tensor(c.plan, random, expected.data() + layout.tensor_of(rank));
+    for (int rank = 0; rank < layout.ranks; ++rank)
+      fill_tensor(c.plan, random, expected.data() + layout.tensor_of(rank));
     check_cuda(cudaMemcpy(image.at, expected.data(), layout.size, cudaMemcpyHostToDevice));
-    run_on_device(c, layout, image.at, opening, fault, nullptr);
+    run_on_device(c, layout, image.at, opening, disagreement, nullptr);
     check_cuda(cudaMemcpy(seen.data(), image.at, layout.size, cudaMemcpyDeviceToHost));
     const uint32_t largest = run_on_cpu(c, layout, expected.data());
     cuda::CallState agreed;
@@ -255,7 +110,7 @@ ECHO_TEST(device_and_cpu_write_the_same_bytes) {
 // More groups than the largest grid takes at once, so that warps go round.
 ECHO_TEST(large_tensors_agree) {
   Random random(g_seed);
-  Case c;
+  StageCase c;
   c.plan.world_size = 2;
   c.plan.numel = (3 << 20) + 5;
   c.plan.codec.group_elems = 16;
@@ -266,11 +121,11 @@ ECHO_TEST(large_tensors_agree) {
   CHECK(check_case(c, random));
 }
 
-// ---- the rest of the contract ---------------------------------------------------------------------------------------------------------
+// ---- the rest of the contract -------------------------------------------------------------------------------------
 
 ECHO_TEST(a_captured_call_replays) {
   Random random(g_seed);
-  Case c;
+  StageCase c;
   c.plan.numel = 128 * 9 + 7;
   c.plan.world_size = 3;
   c.plan.codec.rotation_log2 = 7;
@@ -286,13 +141,14 @@ ECHO_TEST(a_captured_call_replays) {
   cudaGraphExec_t exec;
   check_cuda(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
   check_cuda(cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal));
-  run_on_device(c, layout, image.at, opening, cuda::create_fault_record(), stream);
+  run_on_device(c, layout, image.at, opening, cuda::create_disagreement(), stream);
   check_cuda(cudaStreamEndCapture(stream, &graph));
   check_cuda(cudaGraphInstantiate(&exec, graph, 0));
   std::vector<std::byte> expected(layout.size);
   std::vector<std::byte> seen(layout.size);
   for (int replay = 0; replay < 3; ++replay) {
-    for (int rank = 0; rank < layout.ranks; ++rank) fill_tensor(c.plan, random, expected.data() + layout.tensor_of(rank));
+    for (int rank = 0; rank < layout.ranks; ++rank)
+      fill_tensor(c.plan, random, expected.data() + layout.tensor_of(rank));
     check_cuda(cudaMemcpy(image.at, expected.data(), layout.size, cudaMemcpyHostToDevice));
     check_cuda(cudaGraphLaunch(exec, stream));
     check_cuda(cudaStreamSynchronize(stream));
@@ -307,7 +163,7 @@ ECHO_TEST(a_captured_call_replays) {
 
 ECHO_TEST(ranks_that_disagree_get_nan_and_the_reason) {
   for (const DType dtype : {DType::kFloat32, DType::kBFloat16, DType::kFloat16}) {
-    Case c;
+    StageCase c;
     c.plan.dtype = dtype;
     c.plan.world_size = 2;
     c.plan.numel = 300;
@@ -315,38 +171,44 @@ ECHO_TEST(ranks_that_disagree_get_nan_and_the_reason) {
     const Opening opening(2);
     const DeviceMemory image(layout.size);
     check_cuda(cudaMemset(image.at, 0, layout.size));
-    cuda::FaultRecord* fault = cuda::create_fault_record();
+    cuda::Disagreement* disagreement = cuda::create_disagreement();
     const cuda::Call call{site_of(c, layout, image.at, 0), opening.agreed(0), nullptr};
     Plan other = c.plan;
     other.numel = 301;
     const GroupRange all{0, group_count(c.plan)};
     for (const bool agree : {true, false, true}) {
-      const bool before = !cuda::describe_fault(fault).empty();
+      const bool before = !cuda::describe_disagreement(disagreement).empty();
       cuda::write_record(call, make_call_record(c.plan, Direction::kForward, 5), false, opening.records());
-      cuda::write_record(call, make_call_record(agree ? c.plan : other, Direction::kForward, 5), false, opening.records() + 1);
-      cuda::open_call(call, opening.records(), opening.agreed(0), fault);
+      cuda::write_record(call, make_call_record(agree ? c.plan : other, Direction::kForward, 5), false,
+                         opening.records() + 1);
+      cuda::open_call(call, opening.records(), opening.agreed(0), disagreement);
       check_cuda(cudaMemsetAsync(image.at + layout.reduced, 0, all.end * 68 + 16));
       cuda::tail(call, all, all.end, image.at + layout.reduced);
       check_cuda(cudaDeviceSynchronize());
-      CHECK_EQ(!cuda::describe_fault(fault).empty(), before || !agree);
+      CHECK_EQ(!cuda::describe_disagreement(disagreement).empty(), before || !agree);
       std::vector<std::byte> seen(300 * dtype_bytes(dtype));
       check_cuda(cudaMemcpy(seen.data(), image.at + layout.tensor_of(0), seen.size(), cudaMemcpyDeviceToHost));
-      const uint32_t wanted = before || !agree ? (dtype == DType::kFloat32 ? kNanBits32 : dtype == DType::kBFloat16 ? kNanBitsBFloat16 : kNanBitsFloat16) : 0;
+      const uint32_t wanted = before || !agree ? (dtype == DType::kFloat32    ? kNanBits32
+                                                  : dtype == DType::kBFloat16 ? kNanBitsBFloat16
+                                                                              : kNanBitsFloat16)
+                                               : 0;
       for (int i = 0; i < 300; ++i) {
         uint32_t bits = 0;
         std::memcpy(&bits, seen.data() + i * dtype_bytes(dtype), dtype_bytes(dtype));
         CHECK_EQ(bits, wanted);
       }
     }
-    CHECK(cuda::describe_fault(fault).find("numel 301") != std::string::npos);
+    CHECK(cuda::describe_disagreement(disagreement).find("numel 301") != std::string::npos);
   }
 }
 
-// Counts fp32 patterns for which a pair conversion and the core's function differ, and 16-bit patterns for which the widenings do.
+// Counts fp32 patterns for which a pair conversion and the core's function differ, and 16-bit patterns for which the
+// widenings do.
 __global__ void compare_conversions(unsigned long long* wrong) {
   const uint64_t stride = uint64_t{gridDim.x} * blockDim.x;
   unsigned long long mine = 0;
-  for (uint64_t pattern = uint64_t{blockIdx.x} * blockDim.x + threadIdx.x; pattern < uint64_t{1} << 32; pattern += stride) {
+  for (uint64_t pattern = uint64_t{blockIdx.x} * blockDim.x + threadIdx.x; pattern < uint64_t{1} << 32;
+       pattern += stride) {
     const float x = float_of(static_cast<uint32_t>(pattern));
     if (!is_nan(x)) {
       mine += cuda::round_pair_bfloat16(x, -x) != (to_bfloat16(x) | uint32_t{to_bfloat16(-x)} << 16);
@@ -356,7 +218,8 @@ __global__ void compare_conversions(unsigned long long* wrong) {
     const float half = from_float16(static_cast<uint16_t>(pattern));
     const float low = cuda::widen_low_float16(static_cast<uint32_t>(pattern) | 0x12340000u);
     const float high = cuda::widen_high_float16(static_cast<uint32_t>(pattern) << 16 | 0x1234u);
-    mine += is_nan(half) ? !is_nan(low) || !is_nan(high) : bits_of(low) != bits_of(half) || bits_of(high) != bits_of(half);
+    mine +=
+        is_nan(half) ? !is_nan(low) || !is_nan(high) : bits_of(low) != bits_of(half) || bits_of(high) != bits_of(half);
   }
   if (mine != 0) atomicAdd(wrong, mine);
 }
@@ -381,6 +244,7 @@ int main(int argc, char** argv) {
     test.run();
     std::cout << (echo::testing::failures() == before ? "ok   " : "FAIL ") << test.name << "\n" << std::flush;
   }
-  std::cout << echo::testing::cases().size() << " cases, " << g_plans << " random plans, " << echo::testing::failures() << " failed checks\n";
+  std::cout << echo::testing::cases().size() << " cases, " << g_plans << " random plans, " << echo::testing::failures()
+            << " failed checks\n";
   return echo::testing::failures() == 0 ? 0 : 1;
 }
