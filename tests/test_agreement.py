@@ -45,7 +45,7 @@ def test_both_functions_are_replaced_everywhere_and_restored(replaced):
     )
 
 
-def test_the_wrapped_function_gets_the_new_name_and_the_old_default_time_out(replaced, monkeypatch):
+def test_the_wrapped_function_gets_the_new_name_and_the_old_default_time_out(monkeypatch, replaced):
     from torch.distributed import distributed_c10d as c10d
 
     calls = []
@@ -53,7 +53,9 @@ def test_the_wrapped_function_gets_the_new_name_and_the_old_default_time_out(rep
     def init_process_group(backend=None, init_method=None, timeout=None, device_id=None):
         calls.append((backend, timeout))
 
-    monkeypatch.setattr(c10d, "init_process_group", init_process_group)
+    # Wherever the alias will put its wrapper, so that both are undone: first the alias, then this.
+    for module in (dist, c10d):
+        monkeypatch.setattr(module, "init_process_group", init_process_group)
     replaced(["nccl"])
     c10d.init_process_group("nccl")
     c10d.init_process_group(backend="cpu:gloo,cuda:nccl", timeout=timedelta(seconds=7))
