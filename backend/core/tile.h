@@ -50,6 +50,15 @@ ECHO_HD int64_t tile_bytes(const Codec& codec, int64_t tile_groups) {
   return align_up(tile_groups * (code_bytes(codec) + param_bytes(codec)));
 }
 
+// Bytes of the codes, parameters and padding that one rank sends for a call cut into tiles of `tile_groups` groups: a
+// tile to and from each peer for every tile of a segment, whole ones and the shorter last one.
+inline int64_t sent_tile_bytes(const Plan& plan, int64_t tile_groups) {
+  const int64_t whole = segment_groups(plan) / tile_groups;
+  const int64_t rest = segment_groups(plan) % tile_groups;
+  const int64_t segment = whole * tile_bytes(plan.codec, tile_groups) + (rest > 0 ? tile_bytes(plan.codec, rest) : 0);
+  return 2 * (plan.world_size - 1) * segment;
+}
+
 // What one rank has to send for a call, were there no padding: 2(P-1)/P * N * w, with w = bits/8 + parameter bytes / g;
 // rounded up.
 inline int64_t ideal_wire_bytes(const Plan& plan) {

@@ -38,12 +38,7 @@ uint32_t PeerGroup::call_hash(const CallRecord& record) const {
 }
 
 int64_t PeerGroup::wire_bytes(const Plan& plan) const {
-  const int64_t groups = segment_groups(plan);
-  const int64_t tile_groups = peer_tile_groups(plan, view_.shape);
-  const int64_t rest = groups % tile_groups;
-  const int64_t segment =
-      groups / tile_groups * tile_bytes(plan.codec, tile_groups) + (rest > 0 ? tile_bytes(plan.codec, rest) : 0);
-  return (plan.world_size - 1) * (2 * segment + kRecordBytes);
+  return sent_tile_bytes(plan, peer_tile_groups(plan, view_.shape)) + (plan.world_size - 1) * kRecordBytes;
 }
 
 // Everyone's record to everyone; waited for only where its max|x| is needed. Ranks that disagree on the call fault at

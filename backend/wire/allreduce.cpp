@@ -195,16 +195,9 @@ Receipt compose(const Call& call, c10d::Backend& inner, Workspace& workspace, De
 }  // namespace
 
 Receipt expected_bytes(const Plan& plan, int64_t tile_groups) {
-  const int64_t groups = segment_groups(plan);
-  const int64_t peers = plan.world_size - 1;
-  const int64_t whole = groups / tile_groups;
-  const int64_t rest = groups % tile_groups;
-  const int64_t segment_bytes =
-      whole * tile_bytes(plan.codec, tile_groups) + (rest > 0 ? tile_bytes(plan.codec, rest) : 0);
-  Receipt receipt;
-  receipt.wire_bytes = peers * (2 * segment_bytes + static_cast<int64_t>(sizeof(CallRecord)));
-  receipt.padding_bytes = receipt.wire_bytes - ideal_wire_bytes(plan);
-  return receipt;
+  const int64_t records = (plan.world_size - 1) * static_cast<int64_t>(sizeof(CallRecord));
+  const int64_t sent = sent_tile_bytes(plan, tile_groups) + records;
+  return Receipt{.wire_bytes = sent, .padding_bytes = sent - ideal_wire_bytes(plan)};
 }
 
 Receipt all_reduce(const Call& call, c10d::Backend& inner, Workspace& workspace) {
