@@ -8,7 +8,7 @@ threads.
 
 import copy
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
@@ -66,6 +66,9 @@ def to_options(pg_options: Any) -> Options:
     if pg_options is None:
         return Options()
     if isinstance(pg_options, Options):
+        inner = pg_options.inner_options
+        if inner is not None and not ((nccl := _nccl_class()) and isinstance(inner, nccl.Options)):
+            raise TypeError(f"inner_options must be ProcessGroupNCCL.Options or None, not {type(inner).__name__}")
         return pg_options
     if (nccl := _nccl_class()) and isinstance(pg_options, nccl.Options):
         return Options(inner_options=pg_options)
@@ -89,8 +92,10 @@ def _create(extension: Any, place: Place, config: Any, inner_options: Any, own_s
     if not inner:
         raise RuntimeError("echo needs Gloo or NCCL inside, and this torch has neither")
 
+    limited = replace(place, timeout=timedelta(seconds=config.timeout_s)) if config.timeout_s > 0 else place
+
     def make_wire(device_type: str) -> Any:
-        return inner_backends(place, "wire", inner_options, (device_type,))[device_type]
+        return inner_backends(limited, "wire", inner_options, (device_type,))[device_type]
 
     _complete_class(extension.ProcessGroupEcho)
     log.connect(extension)

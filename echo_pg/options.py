@@ -208,12 +208,12 @@ class Options:
         self._require_one_of("fabric", "auto", "peer", "wire")
         self._require(
             "workspace_bytes",
-            _is_int(self.workspace_bytes) and self.workspace_bytes >= 4 << 20,
-            "at least 4 MiB (4194304)",
+            _is_int(self.workspace_bytes) and 4 << 20 <= self.workspace_bytes <= 1 << 40,
+            "from 4 MiB (4194304) to 1 TiB",
         )
         seconds = self.timeout.total_seconds() if isinstance(self.timeout, timedelta) else self.timeout
-        positive = seconds is None or (_is_float32(seconds) and seconds > 0)
-        self._require("timeout", positive, "None or more than 0 seconds")
+        in_range = seconds is None or (_is_float32(seconds) and 0.001 <= seconds <= 1e8)
+        self._require("timeout", in_range, "None or from 0.001 to 1e8 seconds")
         object.__setattr__(self, "timeout", None if seconds is None else float(seconds))
         self._require_bool("diagnostics")
         self._require_bool("allow_shared_gpu")

@@ -11,6 +11,8 @@ from . import build
 from .options import Options
 
 DIRECTIONS = ("forward", "backward", "recompute")
+# What stats() has even where no echo group exists.
+_COUNTERS = ("calls_quantized", "bytes_quantized", "calls_forwarded", "bytes_forwarded", "wire_bytes", "state_bytes")
 
 
 @dataclass(frozen=True)
@@ -82,7 +84,7 @@ def stats(group: Any = None) -> dict[str, Any]:
     """
     if group is not None:
         return dict(_echo_of(group)._stats())
-    total: dict[str, Any] = {}
+    total: dict[str, Any] = dict.fromkeys(_COUNTERS, 0)
     groups = _live_groups()
     for pg in groups:
         _add(total, {name: value for name, value in pg._stats().items() if name not in ("rank", "size", "diagnostics")})

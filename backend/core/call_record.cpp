@@ -71,16 +71,17 @@ const char* dtype_name(uint8_t dtype) {
 
 std::string describe(const CallRecord& record) {
   std::ostringstream out;
-  out << "number " << record.call_number << ", numel " << record.numel << ", dtype " << dtype_name(record.dtype) << ", "
-      << int{record.bits} << " bits, " << name_of(record.direction)
+  out << "number " << record.call_number << " after " << record.exact_calls << " exact ones, numel " << record.numel
+      << ", dtype " << dtype_name(record.dtype) << ", " << int{record.bits} << " bits, " << name_of(record.direction)
       << (record.first_site ? ", first site of its pass" : "");
   return out.str();
 }
 
 }  // namespace
 
-CallRecord make_call_record(const Plan& plan, Direction direction, uint64_t call_number) {
+CallRecord make_call_record(const Plan& plan, Direction direction, uint64_t call_number, uint64_t exact_calls) {
   CallRecord record;
+  record.exact_calls = exact_calls;
   record.call_number = call_number;
   record.numel = plan.numel;
   record.plan_hash = hash_plan(plan);
@@ -92,11 +93,7 @@ CallRecord make_call_record(const Plan& plan, Direction direction, uint64_t call
 }
 
 std::string describe_mismatch(const CallRecord& mine, int32_t my_rank, const CallRecord& theirs, int32_t their_rank) {
-  const bool same = mine.magic == theirs.magic && mine.call_number == theirs.call_number &&
-                    mine.numel == theirs.numel && mine.plan_hash == theirs.plan_hash && mine.dtype == theirs.dtype &&
-                    mine.bits == theirs.bits && mine.direction == theirs.direction &&
-                    mine.first_site == theirs.first_site;
-  if (same) return {};
+  if (same_call(mine, theirs)) return {};
   std::ostringstream out;
   if (mine.magic != theirs.magic) {
     out << "rank " << their_rank << " speaks another version of the protocol than rank " << my_rank;

@@ -7,14 +7,16 @@
 #include <string>
 
 #include "config.h"
+#include "hd.h"
 
 namespace echo {
 
-inline constexpr int kProtocolVersion = 1;                    // ranks with different versions never form a group
-constexpr uint64_t kCallRecordMagic = 0x3130304f48434521ull;  // changes with the layout below
+inline constexpr int kProtocolVersion = 2;                    // ranks with different versions never form a group
+constexpr uint64_t kCallRecordMagic = 0x3230304f48434521ull;  // changes with the layout below
 
 struct CallRecord {
   uint64_t magic = kCallRecordMagic;
+  uint64_t exact_calls = 0;  // all-reduces that this group forwarded before this call
   uint64_t call_number = 0;  // quantized calls of this group so far
   int64_t numel = 0;
   uint64_t plan_hash = 0;  // every field of the plan that must agree
@@ -23,11 +25,19 @@ struct CallRecord {
   uint8_t direction = 0;
   uint8_t first_site = 0;
   uint32_t max_magnitude = 0;  // bits of max|x| of this rank where a rescale is asked for, else 0
-  uint64_t reserved[3] = {0, 0, 0};
+  uint64_t reserved[2] = {0, 0};
 };
 static_assert(sizeof(CallRecord) == 64);
 
-CallRecord make_call_record(const Plan& plan, Direction direction, uint64_t call_number);
+// True if the two describe the same call; max_magnitude is each rank's own.
+ECHO_HD bool same_call(const CallRecord& a, const CallRecord& b) {
+  return a.magic == b.magic && a.exact_calls == b.exact_calls && a.call_number == b.call_number && a.numel == b.numel &&
+         a.plan_hash == b.plan_hash && a.dtype == b.dtype && a.bits == b.bits && a.direction == b.direction &&
+         a.first_site == b.first_site;
+}
+
+// `call_number` and `exact_calls` count what the group did before: a rank that forwarded what another quantized shows.
+CallRecord make_call_record(const Plan& plan, Direction direction, uint64_t call_number, uint64_t exact_calls);
 
 // Empty if the two agree, else what differs, in words: "rank 1 called all_reduce number 7 with numel 12, rank 0 with
 // 16".

@@ -32,8 +32,8 @@ PeerGroup::PeerGroup(SlabShape shape, int32_t rank, std::vector<std::byte*> slab
       stages_(active_stages()) {}
 
 uint32_t PeerGroup::call_hash(const CallRecord& record) const {
-  const uint64_t mixed =
-      record.plan_hash ^ (record.call_number * 0x9e3779b97f4a7c15ull) ^ (uint64_t{record.direction} << 56);
+  const uint64_t mixed = record.plan_hash ^ (record.call_number * 0x9e3779b97f4a7c15ull) ^
+                         (record.exact_calls * 0xc2b2ae3d27d4eb4full) ^ (uint64_t{record.direction} << 56);
   return static_cast<uint32_t>(mixed >> 32) ^ static_cast<uint32_t>(mixed);
 }
 
@@ -46,7 +46,7 @@ int64_t PeerGroup::wire_bytes(const Plan& plan) const {
 bool PeerGroup::agree(PeerCall& call, Clock::time_point deadline) {
   const int32_t rank = view_.rank;
   const auto parity = static_cast<int32_t>(call.call_number % kCallParities);
-  CallRecord record = make_call_record(call.site.plan, call.direction, call.call_number);
+  CallRecord record = make_call_record(call.site.plan, call.direction, call.call_number, call.exact_calls);
   if (call.rescale) record.max_magnitude = stages_.max_magnitude(call.site, GroupRange{0, group_count(call.site.plan)});
   const uint64_t ticket = ticket_of(static_cast<uint32_t>(call.call_number), 0);
   for (int32_t peer = 0; peer < view_.shape.world_size; ++peer) {
@@ -183,7 +183,7 @@ std::string PeerGroup::describe_fault(const PeerCall& call) const {
     const auto parity = static_cast<int32_t>(call.call_number % kCallParities);
     CallRecord theirs;
     std::memcpy(&theirs, slabs_[view_.rank] + record_offset(view_.shape, other, parity), sizeof(theirs));
-    const CallRecord mine = make_call_record(call.site.plan, call.direction, call.call_number);
+    const CallRecord mine = make_call_record(call.site.plan, call.direction, call.call_number, call.exact_calls);
     out << ": " << describe_mismatch(mine, view_.rank, theirs, other);
   }
   return out.str();

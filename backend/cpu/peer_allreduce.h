@@ -19,6 +19,7 @@ struct PeerCall {
   Direction direction = Direction::kForward;
   bool rescale = false;
   uint64_t call_number = 0;
+  uint64_t exact_calls = 0;
   WaitLimits limits;
 };
 

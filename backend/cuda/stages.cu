@@ -39,11 +39,6 @@ __global__ void __launch_bounds__(kThreads) max_magnitude_kernel(const void* ten
   if (threadIdx.x % kWarpLanes == 0) atomicMax(largest, mine);
 }
 
-__device__ bool records_agree(const CallRecord& a, const CallRecord& b) {
-  return a.magic == b.magic && a.call_number == b.call_number && a.numel == b.numel && a.plan_hash == b.plan_hash &&
-         a.dtype == b.dtype && a.bits == b.bits && a.direction == b.direction && a.first_site == b.first_site;
-}
-
 // One warp. Every rank sees every record, so either all ranks find a disagreement or none does.
 __global__ void open_call_kernel(const CallRecord* records, int32_t rank, int32_t world_size, CallState* agreed,
                                  Disagreement* disagreement) {
@@ -52,7 +47,7 @@ __global__ void open_call_kernel(const CallRecord* records, int32_t rank, int32_
   uint32_t first_foreign = static_cast<uint32_t>(world_size);
   for (int32_t peer = static_cast<int32_t>(threadIdx.x); peer < world_size; peer += kWarpLanes) {
     largest = max(largest, records[peer].max_magnitude);
-    if (!records_agree(mine, records[peer])) first_foreign = min(first_foreign, static_cast<uint32_t>(peer));
+    if (!same_call(mine, records[peer])) first_foreign = min(first_foreign, static_cast<uint32_t>(peer));
   }
   largest = __reduce_max_sync(kAllLanes, largest);
   first_foreign = __reduce_min_sync(kAllLanes, first_foreign);

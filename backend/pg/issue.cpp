@@ -11,6 +11,7 @@
 #include "../core/tile.h"
 #include "gil.hpp"
 #include "process_group_echo.hpp"
+#include "store_rounds.hpp"
 
 namespace echo::pg {
 namespace {
@@ -97,7 +98,14 @@ QuantizedCall ProcessGroupEcho::prepare(const at::Tensor& tensor, const CallOpti
   const Config& config = core_->config;
   const milliseconds timeout = options.timeout.count() > 0 ? options.timeout : milliseconds(timeout_ms_.load());
   call.peer = peer_fabric(tensor.device(), timeout);
-  if (call.peer == nullptr || config.diagnostics) call.inner = core_->wire.get(tensor.device());
+  if (call.peer == nullptr || config.diagnostics) {
+    const std::string type = c10::DeviceTypeName(tensor.device().type(), /*lower_case=*/true);
+    if (!core_->wire.has(tensor.device())) {
+      // Its construction does not say who is missing.
+      StoreRounds(store_, "wire/" + type, getRank(), getSize(), timeout).exchange("");
+    }
+    call.inner = core_->wire.get(tensor.device());
+  }
 
   const SiteTicket ticket = passes_.book(origin, options.direction);
   if (ticket.starts_pass) states_.start_pass(ticket.direction);
@@ -121,6 +129,7 @@ QuantizedCall ProcessGroupEcho::prepare(const at::Tensor& tensor, const CallOpti
   wire.direction = ticket.direction;
   wire.rescale = wants_rescale(config, wire.plan, ticket.direction);
   wire.call_number = calls_;
+  wire.exact_calls = exact_calls_;
   wire.workspace_bytes = config.workspace_bytes;
   wire.timeout = timeout;
   if (!tensor.is_cpu()) wire.disagreement = core_->device_fault.word();

@@ -53,7 +53,7 @@ SiteTicket PassTracker::book(const CallOrigin& origin, std::optional<Direction> 
   const bool starts = by_context || by_hand || record.passes == 0;
   if (starts) {
     const bool announced_no_grad = for_group ? announced_.no_grad[d] : shared.no_grad[d];
-    start_pass(direction, by_hand && !by_context ? announced_no_grad : origin.no_grad);
+    start_pass(direction, origin.no_grad || (by_hand && !by_context && announced_no_grad));
   }
   if (context_mark != 0) record.context_mark = context_mark;
   record.hand_mark = std::max(record.hand_mark, hand_mark);

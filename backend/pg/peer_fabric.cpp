@@ -9,39 +9,13 @@
 #include <system_error>
 
 #include <c10/util/Exception.h>
-#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
-
 #include "../core/tuning.h"
+#include "store_rounds.hpp"
 
 namespace echo::pg {
 namespace {
 
 using std::chrono::milliseconds;
-
-// One round of the vote: everybody's text to everybody.
-class Rounds {
- public:
-  explicit Rounds(const PeerFabric::Setup& setup)
-      : setup_(setup), store_(c10::make_intrusive<c10d::PrefixStore>("peer", setup.store)) {}
-
-  std::vector<std::string> exchange(const std::string& text) {
-    const std::string round = std::to_string(round_++);
-    const auto key = [&](int32_t rank) { return round + "/" + std::to_string(rank); };
-    store_->set(key(setup_.rank), std::vector<uint8_t>(text.begin(), text.end()));
-    std::vector<std::string> texts(setup_.size);
-    for (int32_t rank = 0; rank < setup_.size; ++rank) {
-      if (setup_.timeout.count() > 0) store_->wait({key(rank)}, setup_.timeout);
-      const std::vector<uint8_t> bytes = store_->get(key(rank));
-      texts[rank].assign(bytes.begin(), bytes.end());
-    }
-    return texts;
-  }
-
- private:
-  const PeerFabric::Setup& setup_;
-  c10::intrusive_ptr<c10d::Store> store_;
-  int round_ = 0;
-};
 
 // What a rank says of itself in the first round.
 struct Introduction {
@@ -144,7 +118,7 @@ void LaneThreads::serve(int32_t lane) {
 }
 
 PeerFabric::Vote PeerFabric::make(const Setup& setup) {
-  Rounds rounds(setup);
+  StoreRounds rounds(setup.store, "peer", setup.rank, setup.size, setup.timeout);
   std::vector<Introduction> ranks;
   for (const std::string& text : rounds.exchange(write_introduction())) ranks.push_back(read_introduction(text));
   for (int32_t rank = 1; rank < setup.size; ++rank) {

@@ -155,6 +155,7 @@ WorkPtr ProcessGroupEcho::allreduce_exact(Tensors& tensors, const c10d::Allreduc
   {
     const std::lock_guard lock(issue_mutex_);
     passes = passes_.book_exact(origin);
+    ++exact_calls_;
   }
   warn_if_idle(passes);
   return collect(inner, inner.allreduce(tensors, options));

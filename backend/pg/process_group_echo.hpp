@@ -205,7 +205,8 @@ class ProcessGroupEcho : public c10d::Backend {
   std::mutex issue_mutex_;  // guards what follows, up to the lanes
   PassTracker passes_;
   StatePool states_;
-  uint64_t calls_ = 0;  // quantized calls issued
+  uint64_t calls_ = 0;        // quantized calls issued
+  uint64_t exact_calls_ = 0;  // all-reduces forwarded
   bool idle_warned_ = false;
   std::string classified_description_;
   std::optional<GroupKind> kind_;

@@ -42,6 +42,7 @@ wire::Receipt exchange_with_peers(QuantizedCall& call) {
   peer_call.direction = wire.direction;
   peer_call.rescale = wire.rescale;
   peer_call.call_number = wire.call_number;
+  peer_call.exact_calls = wire.exact_calls;
   peer_call.limits.timeout = wire.timeout;
   call.peer->all_reduce(std::move(peer_call));
   const int64_t sent = call.peer->wire_bytes(wire.plan);

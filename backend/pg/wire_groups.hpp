@@ -25,6 +25,11 @@ class WireGroups {
   // order.
   BackendPtr get(c10::Device device);
 
+  bool has(c10::Device device) {
+    const std::lock_guard lock(mutex_);
+    return groups_.contains(device.type());
+  }
+
   void set_timeout(std::chrono::milliseconds timeout);
   void shutdown();
 

@@ -106,7 +106,7 @@ class Composition {
     const auto record_bytes = static_cast<int64_t>(sizeof(CallRecord));
     record_ = at::empty({record_bytes}, bytes_options_);
     records_ = at::empty({plan_.world_size * record_bytes}, bytes_options_);
-    const CallRecord record = make_call_record(plan_, call_.direction, call_.call_number);
+    const CallRecord record = make_call_record(plan_, call_.direction, call_.call_number, call_.exact_calls);
     device_.write_record(record, call_.rescale, bytes_of(record_));
     exchanges_.all_gather(records_, record_)->wait();
     device_.open_call(bytes_of(records_));

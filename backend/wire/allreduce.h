@@ -25,6 +25,7 @@ struct Call {
   Direction direction = Direction::kForward;
   bool rescale = false;                        // exchange max|x| and rescale by a power of two
   uint64_t call_number = 0;                    // quantized calls of the group before this one
+  uint64_t exact_calls = 0;                    // all-reduces of the group forwarded before this one
   int64_t workspace_bytes = 64 << 20;          // limit for all buffers of the call together
   cuda::Disagreement* disagreement = nullptr;  // CUDA tensors: where the device leaves word that ranks disagree
   std::chrono::milliseconds timeout{0};        // of each inner collective; 0: the inner backend's own

@@ -53,7 +53,7 @@ void run_on_device(const StageCase& c, const Layout& layout, std::byte* image, c
   std::vector<cuda::Call> calls;
   for (int rank = 0; rank < layout.ranks; ++rank) {
     calls.push_back(cuda::Call{site_of(c, layout, image, rank), opening.agreed(rank), stream});
-    cuda::write_record(calls[rank], make_call_record(c.plan, Direction::kForward, 3), c.rescale,
+    cuda::write_record(calls[rank], make_call_record(c.plan, Direction::kForward, 3, 1), c.rescale,
                        opening.records() + rank);
   }
   for (int rank = 0; rank < layout.ranks; ++rank)
@@ -178,8 +178,8 @@ ECHO_TEST(ranks_that_disagree_get_nan_and_the_reason) {
     const GroupRange all{0, group_count(c.plan)};
     for (const bool agree : {true, false, true}) {
       const bool before = !cuda::describe_disagreement(disagreement).empty();
-      cuda::write_record(call, make_call_record(c.plan, Direction::kForward, 5), false, opening.records());
-      cuda::write_record(call, make_call_record(agree ? c.plan : other, Direction::kForward, 5), false,
+      cuda::write_record(call, make_call_record(c.plan, Direction::kForward, 5, 0), false, opening.records());
+      cuda::write_record(call, make_call_record(agree ? c.plan : other, Direction::kForward, 5, 0), false,
                          opening.records() + 1);
       cuda::open_call(call, opening.records(), opening.agreed(0), disagreement);
       check_cuda(cudaMemsetAsync(image.at + layout.reduced, 0, all.end * 68 + 16));

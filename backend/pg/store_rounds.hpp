@@ -1,0 +1,34 @@
+// Rounds over a group's store in which every rank says something and hears everybody; a rank that stays away is named.
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+
+namespace echo::pg {
+
+class StoreRounds {
+ public:
+  // `name` keeps the keys of different purposes apart; each is used once in the life of a group.
+  StoreRounds(const c10::intrusive_ptr<c10d::Store>& store, const std::string& name, int32_t rank, int32_t size,
+              std::chrono::milliseconds timeout)
+      : store_(c10::make_intrusive<c10d::PrefixStore>(name, store)), rank_(rank), size_(size), timeout_(timeout) {}
+
+  // Collective. The texts by rank. Throws c10::DistBackendError that names who did not come within the time-out.
+  std::vector<std::string> exchange(const std::string& text);
+
+ private:
+  std::string key(int32_t rank) const { return std::to_string(round_) + "/" + std::to_string(rank); }
+  std::string missing_ranks() const;
+
+  c10::intrusive_ptr<c10d::Store> store_;
+  int32_t rank_;
+  int32_t size_;
+  std::chrono::milliseconds timeout_;
+  int round_ = 0;
+};
+
+}  // namespace echo::pg
