@@ -136,7 +136,7 @@ BAD = [
     ("allow", "(", "regular expression"),
     ("deny", "(?i)tp", "Python-only"),
     ("fabric", "nvlink", "'auto', 'peer', 'wire'"),
-    ("workspace_bytes", (4 << 20) - 1, "at least 4 MiB"),
+    ("workspace_bytes", (4 << 20) - 1, "from 4 MiB"),
     ("timeout", 0, "0.001 to 1e8 seconds"),
     ("timeout", timedelta(seconds=-1), "0.001 to 1e8 seconds"),
     ("diagnostics", None, "True or False"),
