@@ -21,8 +21,10 @@ from echo_pg import Options
 rank = int(os.environ["RANK"])
 warnings.simplefilter("ignore")
 
-def start(backend="echo", seconds=20, **keywords):
-    store = dist.FileStore(os.environ["MEET"], 2)
+# `place`: another file for a second group, since a FileStore removes its file with its last user, whoever else has
+# opened it by then.
+def start(backend="echo", seconds=20, place="", **keywords):
+    store = dist.FileStore(os.environ["MEET"] + place, 2)
     limit = datetime.timedelta(seconds=seconds)
     dist.init_process_group(backend, store=store, rank=rank, world_size=2, timeout=limit, **keywords)
 
@@ -76,7 +78,7 @@ def test_a_group_without_any_setting(tmp_path):
 
 
 def test_unequal_options_fail_on_both_ranks_and_a_new_group_works(tmp_path):
-    for output in two_ranks("attempt(pg_options=Options(bits=4 + 4 * rank)); attempt()", tmp_path):
+    for output in two_ranks("attempt(pg_options=Options(bits=4 + 4 * rank)); attempt(place='2')", tmp_path):
         assert "DistBackendError" in output and "bits is 4 on rank 0 and 8 on rank 1" in output
         assert output.count('"group_size": 128') == 2 and "sum 2.0" in output
 
