@@ -4,7 +4,6 @@
 // buffers.
 #pragma once
 
-#include <array>
 #include <functional>
 #include <vector>
 
@@ -51,7 +50,6 @@ class PeerGroup {
   int64_t wire_bytes(const Plan& plan) const;
 
  private:
-  struct Lane;
   bool agree(PeerCall& call, Clock::time_point deadline);
   bool run_lane(const PeerCall& call, int32_t lane, Clock::time_point deadline, const PeerObserver& observer);
   uint32_t call_hash(const CallRecord& record) const;

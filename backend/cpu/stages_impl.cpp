@@ -114,11 +114,7 @@ void reduce(const Site& site, GroupRange groups, int64_t tile_groups, const std:
     }
     quantize_group(site, sum.at, elems, slot, tile_groups, tile, update ? term.at : nullptr);
     if (!update) continue;
-    const bool rotated = plan.codec.rotation_log2 > 0;
-    const DType dtype = plan.dtype;
-    for (int i = 0; i < elems; ++i) {
-      sum.at[i] = sum.at[i] - (rotated ? term.at[i] : round_to_dtype(term.at[i], dtype));
-    }
+    for (int i = 0; i < elems; ++i) sum.at[i] = sum.at[i] - residual_reference(term.at[i], plan);
     update_state(site, group, elems, sum.at);
   }
 }

@@ -24,11 +24,6 @@ constexpr milliseconds kSayWaitingAfter{30'000};
 // inside the inner backend.
 constexpr int kStuckFactor = 3;
 
-DType dtype_of(const at::Tensor& tensor) {
-  if (tensor.scalar_type() == at::kFloat) return DType::kFloat32;
-  return tensor.scalar_type() == at::kHalf ? DType::kFloat16 : DType::kBFloat16;
-}
-
 // Elements that share memory cannot hold a result. Dimensions sorted by stride must each step over all that the smaller
 // ones span; the rare interleaved layouts that fail this without overlapping are refused too.
 bool may_overlap(const at::Tensor& tensor) {
@@ -109,16 +104,17 @@ QuantizedCall ProcessGroupEcho::prepare(const at::Tensor& tensor, const CallOpti
 
   const SiteTicket ticket = passes_.book(origin, options.direction);
   if (ticket.starts_pass) states_.start_pass(ticket.direction);
-  call.site = MeasuredSite{.direction = ticket.direction,
-                           .starts_pass = ticket.starts_pass,
-                           .site = ticket.index,
-                           .key = SlotKey{.lane = lane, .numel = tensor.numel(), .dtype = dtype_of(tensor)}};
+  call.site = MeasuredSite{
+      .direction = ticket.direction,
+      .starts_pass = ticket.starts_pass,
+      .site = ticket.index,
+      .key = SlotKey{.lane = lane, .numel = tensor.numel(), .dtype = quantizable_dtype(tensor.scalar_type())}};
 
   wire::Call& wire = call.wire;
   wire.plan = make_plan(config, PlanRequest{.numel = tensor.numel(),
                                             .rank = getRank(),
                                             .world_size = getSize(),
-                                            .dtype = dtype_of(tensor),
+                                            .dtype = quantizable_dtype(tensor.scalar_type()),
                                             .early = is_early_site(ticket, passes_.forward_sites(), config.early_count,
                                                                    config.early_fraction)});
   if (wire.plan.feedback.enabled) {

@@ -129,6 +129,19 @@ void validate_feedback(const Config& config) {
 
 }  // namespace
 
+DType quantizable_dtype(c10::ScalarType dtype) {
+  switch (dtype) {
+    case c10::ScalarType::Float:
+      return DType::kFloat32;
+    case c10::ScalarType::BFloat16:
+      return DType::kBFloat16;
+    case c10::ScalarType::Half:
+      return DType::kFloat16;
+    default:
+      TORCH_CHECK_VALUE(false, "tensor has dtype ", dtype, ", which cannot be quantized");
+  }
+}
+
 PolicyRules make_policy_rules(const Config& config) {
   PolicyRules rules;
   rules.mode = parse<PolicyMode>("policy", config.policy,

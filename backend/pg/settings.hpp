@@ -7,6 +7,8 @@
 #include <string_view>
 #include <vector>
 
+#include <c10/core/ScalarType.h>
+
 #include "../core/config.h"
 #include "../core/policy.h"
 
@@ -43,6 +45,9 @@ struct Config {
   bool diagnostics = false;
   bool allow_shared_gpu = false;
 };
+
+// Throws c10::ValueError for a dtype that the codec does not know.
+DType quantizable_dtype(c10::ScalarType dtype);
 
 // Throws c10::ValueError for an unknown mode or a pattern that is no regular expression.
 PolicyRules make_policy_rules(const Config& config);

@@ -14,19 +14,6 @@
 namespace echo::pg {
 namespace {
 
-DType dtype_of(const at::Tensor& tensor) {
-  switch (tensor.scalar_type()) {
-    case at::kFloat:
-      return DType::kFloat32;
-    case at::kBFloat16:
-      return DType::kBFloat16;
-    case at::kHalf:
-      return DType::kFloat16;
-    default:
-      TORCH_CHECK_VALUE(false, "tensor has dtype ", tensor.scalar_type(), ", which cannot be quantized");
-  }
-}
-
 const cpu::Stages& stages_for(const std::string& isa) {
   if (isa.empty()) return cpu::active_stages();
   const cpu::Stages* const stages = cpu::stages_named(isa.c_str());
@@ -55,7 +42,7 @@ Bench make_bench(const at::Tensor& tensor, const Config& config, const BenchOpti
   bench.plan = make_plan(config, PlanRequest{.numel = tensor.numel(),
                                              .rank = 0,
                                              .world_size = options.world_size,
-                                             .dtype = dtype_of(tensor),
+                                             .dtype = quantizable_dtype(tensor.scalar_type()),
                                              .first_site = options.first_site,
                                              .early = options.early});
   bench.site.plan = bench.plan;
