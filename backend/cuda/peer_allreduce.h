@@ -1,0 +1,78 @@
+// The composition over peer memory on CUDA devices: one kernel per call, in which every lane (a block) walks its tiles
+// through push, reduce, gather and tail, writing codes straight into the peers' slabs.
+//
+// No torch. Nothing here blocks or allocates after construction, so calls may be captured into a CUDA graph: sequence
+// and call numbers live in device memory and advance in the kernel; a captured call can be replayed any number of
+// times, mixed with others.
+#pragma once
+
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "../core/call_record.h"
+#include "../core/protocol.h"
+#include "../core/site.h"
+
+namespace echo::cuda {
+
+struct PeerCall {
+  Site site;  // device pointers; rescale_log2 is not read, the ranks agree on it in the kernel
+  Direction direction = Direction::kForward;
+  bool rescale = false;
+  uint64_t exact_calls = 0;  // all-reduces that the group forwarded since its previous quantized call on this fabric
+  std::chrono::nanoseconds timeout{0};
+  void* stream = nullptr;  // a cudaStream_t
+};
+
+// What a lost or foreign peer leaves behind, in pinned memory that outlives the group; defined in peer_host.h.
+struct PeerHostWords;
+
+// The shape of the slabs of a group: `multiprocessors` is the smallest count among the ranks' devices, so that every
+// lane of every kernel is resident at once on each of them. slot_bytes 0: the workspace is too small.
+SlabShape peer_shape(int32_t world_size, int32_t multiprocessors, int64_t workspace_bytes);
+
+// One rank's end of the protocol. Calls are collective, and serial in device order: a caller on another stream waits by
+// event for the call before.
+class PeerGroup {
+ public:
+  // `slabs` are device memory as mapped on the current device, slab_bytes(shape) each, zeroed before any rank learned of
+  // them; slabs[rank] is this rank's own. They outlive this object. Loads every kernel, so that none is loaded while
+  // another waits for a peer. Throws std::runtime_error with CUDA's reason.
+  PeerGroup(SlabShape shape, int32_t rank, std::vector<std::byte*> slabs);
+  ~PeerGroup();
+  PeerGroup(const PeerGroup&) = delete;
+  PeerGroup& operator=(const PeerGroup&) = delete;
+
+  const SlabShape& shape() const { return shape_; }
+
+  // Enqueues this rank's part of a call. After a fault the kernel fills what it still owes of the tensor with NaN and
+  // leaves; every later one does so at once. Throws std::runtime_error where CUDA refuses the launch.
+  void all_reduce(const PeerCall& call);
+
+  // The first fault that a kernel of this rank met or was told of; kind kNone if there is none. Never blocks, never calls
+  // CUDA; any thread.
+  FaultRecord fault() const;
+  // In words, for `fault().kind != kNone`; names the ranks, the stage, and for a foreign ticket both calls.
+  std::string describe_fault() const;
+
+  // Words that waiting kernels poll: they fault with kAborted, or with kPeerExited once they wait for that peer. Any
+  // thread, never blocks.
+  void abort();
+  void report_exit(int32_t peer);
+
+  // Bytes that one call puts into peers' slabs.
+  int64_t wire_bytes(const Plan& plan) const;
+
+ private:
+  SlabShape shape_;
+  int32_t rank_;
+  std::vector<std::byte*> slabs_;
+  PeerHostWords* words_ = nullptr;  // lives as long as the process
+  std::byte* lane_states_ = nullptr;
+  std::byte** device_slabs_ = nullptr;
+};
+
+}  // namespace echo::cuda
