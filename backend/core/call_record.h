@@ -36,6 +36,13 @@ ECHO_HD bool same_call(const CallRecord& a, const CallRecord& b) {
          a.first_site == b.first_site;
 }
 
+// What tells the tickets of one call from those of another.
+ECHO_HD uint32_t ticket_hash(const CallRecord& record) {
+  const uint64_t mixed = record.plan_hash ^ (record.call_number * 0x9e3779b97f4a7c15ull) ^
+                         (record.exact_calls * 0xc2b2ae3d27d4eb4full) ^ (uint64_t{record.direction} << 56);
+  return static_cast<uint32_t>(mixed >> 32) ^ static_cast<uint32_t>(mixed);
+}
+
 // `call_number` and `exact_calls` count what the group did before: a rank that forwarded what another quantized shows.
 CallRecord make_call_record(const Plan& plan, Direction direction, uint64_t call_number, uint64_t exact_calls);
 

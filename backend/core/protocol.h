@@ -1,12 +1,15 @@
 // All counters of the peer-memory protocol and where they lie: one slab per rank, written by its peers, read by its
 // owner.
 //
-//   word                              writer          readers      meaning                                order at rest
-//   flag[lane][stage][source][slot]   source rank     slab owner   ticket of the tile in that slot release/acquire P1
-//   last ticket record[source][call parity]       source rank     slab owner   the call's record (call_record.h) by its
-//   ticket P2    last record record_ticket[source][parity]     source rank     slab owner   call number + 1 of that
-//   record         release/acquire P2  last call fault                             anyone, once    slab owner   1 +
-//   index of the fault's author        release/acquire P3  0
+// clang-format off
+//   word                             writer       reader      meaning                                   order
+//   flag[lane][stage][source][slot]  source rank  slab owner  ticket of the tile in that slot           P1
+//   record_ticket[source][parity]    source rank  slab owner  call number + 1 of the record beside it   P2
+//   fault                            anyone       slab owner  not 0: the group has failed; see records  P3
+// clang-format on
+//
+// Each is stored with release and loaded with acquire, under the name in the last column; at rest a flag keeps its last
+// ticket and a record ticket its last call, and a fault word that is set is never cleared.
 //
 // A ticket is 64 bits: low half the lane's tile sequence plus one, high half a hash of the call. The sequence counts a
 // lane's tiles over the life of the group, wraps at 2^32, and is never cleared; expected tickets are computed where
@@ -32,6 +35,7 @@ enum class Stage : uint8_t { kPush, kGather };
 constexpr int kStages = 2;
 constexpr int64_t kCacheLineBytes = 64;
 constexpr int kCallParities = 2;  // a rank is at most one call ahead of any peer
+constexpr int32_t kMaxPeerRanks = 64;
 
 // Equal on all ranks of a group, fixed when the slabs are made.
 struct SlabShape {
@@ -53,12 +57,12 @@ ECHO_HD TicketState compare_ticket(uint64_t seen, uint64_t expected) {
   return distance < 0 ? TicketState::kNotYet : TicketState::kForeign;
 }
 
-// Offsets in a slab: fault word, record tickets, records, flags, then the slots of both rings.
+// Offsets in a slab: fault word, fault records by author, record tickets, records, flags, then the slots of both rings.
 constexpr int64_t kRecordBytes = 64;
 ECHO_HD int64_t fault_offset() { return 0; }
-ECHO_HD int64_t fault_record_offset() { return kCacheLineBytes; }
+ECHO_HD int64_t fault_record_offset(int32_t author) { return (1 + author) * kCacheLineBytes; }
 ECHO_HD int64_t record_ticket_offset(int32_t source, int32_t parity) {
-  return 4 * kCacheLineBytes + (source * kCallParities + parity) * kCacheLineBytes;
+  return fault_record_offset(kMaxPeerRanks) + (source * kCallParities + parity) * kCacheLineBytes;
 }
 ECHO_HD int64_t record_offset(const SlabShape& shape, int32_t source, int32_t parity) {
   return record_ticket_offset(shape.world_size, 0) + (source * kCallParities + parity) * kRecordBytes;
@@ -101,7 +105,8 @@ struct PeerView {
   std::byte* const* slabs = nullptr;
 };
 
-enum class FaultKind : uint32_t { kNone, kTimeout, kForeignTicket, kPeerExited, kAborted };
+// kOverlap: a call of this rank began before the one before it had ended.
+enum class FaultKind : uint32_t { kNone, kTimeout, kForeignTicket, kPeerExited, kAborted, kOverlap };
 
 // What stopped a group: who waited for whom, where, and what it saw. Written once, never cleared.
 struct FaultRecord {
@@ -110,10 +115,10 @@ struct FaultRecord {
   int32_t peer = -1;
   int32_t lane = -1;
   int32_t stage = -1;
-  uint32_t reserved = 0;
+  uint32_t timeout_ms = 0;  // of the call that waited
   uint64_t expected = 0;
   uint64_t seen = 0;
 };
-static_assert(sizeof(FaultRecord) <= 3 * kCacheLineBytes);
+static_assert(sizeof(FaultRecord) <= kCacheLineBytes);
 
 }  // namespace echo

@@ -23,6 +23,9 @@ constexpr int64_t kPeerSlotBytes = 64 << 10;
 constexpr int32_t kPeerMaxLanes = 4;
 constexpr int64_t kPeerMinWorkspaceBytes = 4 << 20;
 
+// Peer memory on CUDA: bytes of a ring slot at most.
+constexpr int64_t kPeerDeviceSlotBytes = 8704;
+
 // Bytes of the buffers that one tile of `tile_groups` groups needs on a rank: sent, received and gathered from
 // everyone, reduced once.
 inline int64_t wire_slot_bytes(const Plan& plan, int64_t tile_groups) {

@@ -3,14 +3,12 @@
 #include "peer_allreduce.h"
 
 #include <cstring>
-#include <sstream>
 
+#include "../core/fault_text.h"
 #include "../core/reduce.h"
 
 namespace echo::cpu {
 namespace {
-
-const char* name_of(Stage stage) { return stage == Stage::kPush ? "push" : "gather"; }
 
 void fill_with_nan(const Site& site) {
   const DType dtype = site.plan.dtype;
@@ -30,12 +28,6 @@ PeerGroup::PeerGroup(SlabShape shape, int32_t rank, std::vector<std::byte*> slab
       view_{shape, rank, slabs_.data()},
       sequences_(shape.lanes, 0),
       stages_(active_stages()) {}
-
-uint32_t PeerGroup::call_hash(const CallRecord& record) const {
-  const uint64_t mixed = record.plan_hash ^ (record.call_number * 0x9e3779b97f4a7c15ull) ^
-                         (record.exact_calls * 0xc2b2ae3d27d4eb4full) ^ (uint64_t{record.direction} << 56);
-  return static_cast<uint32_t>(mixed >> 32) ^ static_cast<uint32_t>(mixed);
-}
 
 int64_t PeerGroup::wire_bytes(const Plan& plan) const {
   return sent_tile_bytes(plan, peer_tile_groups(plan, view_.shape)) + (plan.world_size - 1) * kRecordBytes;
@@ -97,7 +89,7 @@ bool PeerGroup::run_lane(const PeerCall& call, int32_t lane, Clock::time_point d
   const auto parity = static_cast<int32_t>(call.call_number % kCallParities);
   CallRecord record;
   std::memcpy(&record, slabs_[rank] + record_offset(shape, rank, parity), sizeof(record));
-  const uint32_t hash = call_hash(record);
+  const uint32_t hash = ticket_hash(record);
   std::vector<const std::byte*> peer_tiles(shape.world_size);
 
   const auto tile_of = [&](int64_t i) { return lane + i * shape.lanes; };
@@ -157,36 +149,16 @@ bool PeerGroup::run_lane(const PeerCall& call, int32_t lane, Clock::time_point d
 void PeerGroup::abort() { raise_fault(view_, FaultRecord{.kind = FaultKind::kAborted, .rank = view_.rank}); }
 
 std::string PeerGroup::describe_fault(const PeerCall& call) const {
-  const FaultRecord record = fault();
-  std::ostringstream out;
-  switch (record.kind) {
-    case FaultKind::kNone:
-      return {};
-    case FaultKind::kAborted:
-      out << "the group was aborted by rank " << record.rank;
-      return out.str();
-    case FaultKind::kPeerExited:
-      out << "the process of rank " << record.peer << " has exited";
-      break;
-    case FaultKind::kTimeout:
-      out << "rank " << record.peer << " did not come within " << call.limits.timeout.count() << " ms";
-      break;
-    case FaultKind::kForeignTicket:
-      out << "rank " << record.peer << " is in another call";
-      break;
-  }
-  out << " (rank " << record.rank << " waited in " << name_of(static_cast<Stage>(record.stage)) << ", lane "
-      << record.lane << ", expected ticket " << std::hex << record.expected << ", saw " << record.seen << ")";
-  // The author of the record may be either of the two that disagree.
+  FaultRecord record = fault();
+  record.timeout_ms = static_cast<uint32_t>(call.limits.timeout.count());
+  FaultWitness witness{.rank = view_.rank,
+                       .mine = make_call_record(call.site.plan, call.direction, call.call_number, call.exact_calls)};
   const int32_t other = record.rank == view_.rank ? record.peer : record.rank;
-  if (record.kind == FaultKind::kForeignTicket && (record.rank == view_.rank || record.peer == view_.rank)) {
+  if (other >= 0) {
     const auto parity = static_cast<int32_t>(call.call_number % kCallParities);
-    CallRecord theirs;
-    std::memcpy(&theirs, slabs_[view_.rank] + record_offset(view_.shape, other, parity), sizeof(theirs));
-    const CallRecord mine = make_call_record(call.site.plan, call.direction, call.call_number, call.exact_calls);
-    out << ": " << describe_mismatch(mine, view_.rank, theirs, other);
+    std::memcpy(&witness.theirs, slabs_[view_.rank] + record_offset(view_.shape, other, parity), sizeof(CallRecord));
   }
-  return out.str();
+  return echo::describe_fault(record, witness);
 }
 
 }  // namespace echo::cpu

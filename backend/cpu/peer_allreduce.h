@@ -52,7 +52,6 @@ class PeerGroup {
  private:
   bool agree(PeerCall& call, Clock::time_point deadline);
   bool run_lane(const PeerCall& call, int32_t lane, Clock::time_point deadline, const PeerObserver& observer);
-  uint32_t call_hash(const CallRecord& record) const;
 
   std::vector<std::byte*> slabs_;
   PeerView view_;

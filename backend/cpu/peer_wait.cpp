@@ -32,7 +32,7 @@ void raise_fault(const PeerView& view, const FaultRecord& record) {
     std::byte* slab = view.slabs[rank];
     uint64_t none = kNoFault;
     if (!word_at(slab, fault_offset()).compare_exchange_strong(none, kWriting, std::memory_order_acq_rel)) continue;
-    std::memcpy(slab + fault_record_offset(), &record, sizeof(record));
+    std::memcpy(slab + fault_record_offset(0), &record, sizeof(record));
     word_at(slab, fault_offset()).store(kWritten, std::memory_order_release);
   }
 }
@@ -41,7 +41,7 @@ FaultRecord read_fault(const PeerView& view) {
   std::byte* slab = view.slabs[view.rank];
   FaultRecord record;
   const uint64_t state = word_at(slab, fault_offset()).load(std::memory_order_acquire);
-  if (state == kWritten) std::memcpy(&record, slab + fault_record_offset(), sizeof(record));
+  if (state == kWritten) std::memcpy(&record, slab + fault_record_offset(0), sizeof(record));
   if (state == kWriting) record.kind = FaultKind::kAborted;  // its author died while writing it
   return record;
 }

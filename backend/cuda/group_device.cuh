@@ -239,52 +239,65 @@ static __device__ __forceinline__ GroupStats group_stats(const Lane& lane, const
   return GroupStats{lo, hi, max(bits_of(lo) & kAbsMask32, bits_of(hi) & kAbsMask32)};
 }
 
-// Encodes x into the tile and says what a receiver will decode, in the caller's units. Overwrites absent slots of x.
+// This lane's part of an encoded group, in registers: what it loaded, so that the next one can be on its way while this
+// one is decoded, or what it is about to store, perhaps in several places.
 template <int kElems>
-static __device__ __forceinline__ void quantize_group(const Lane& lane, const GroupAt& at, float (&x)[kElems],
-                                                      const TileView<std::byte>& tile, float (&decoded)[kElems]) {
+struct Encoded {
+  CodeWords codes[kElems / kChunkElems];
+  GroupParams params;
+};
+
+// Encodes x and says what a receiver will decode, in the caller's units. Overwrites absent slots of x.
+template <int kElems>
+static __device__ __forceinline__ Encoded<kElems> encode_group(const Lane& lane, const GroupAt& at, float (&x)[kElems],
+                                                               float (&decoded)[kElems]) {
   const Codec& codec = lane.site.plan.codec;
   if (!at.dense) {
     fill_absent(lane, at, __shfl_sync(kAllLanes, x[0], 0, 1 << lane.lanes_log2), x);
   }
-  const GroupParams params = group_params(group_stats(lane, x), codec);
-  const GroupGrid grid = group_grid(params, codec);
+  Encoded<kElems> encoded;
+  encoded.params = group_params(group_stats(lane, x), codec);
+  const GroupGrid grid = group_grid(encoded.params, codec);
   const CodeForm form = code_form(codec);
   // A group without codes has limits 0, 0, to which even NaN is clamped.
 #pragma unroll
   for (int e = 0; e < kElems; ++e) decoded[e] = encode_element(x[e] * lane.scale_up, grid);
   fill_absent(lane, at, 0.0f, decoded);
+#pragma unroll
+  for (int part = 0; part < kElems / kChunkElems; ++part) {
+    encoded.codes[part] = pack_chunk(decoded + kChunkElems * part, codec.bits, form);
+  }
+#pragma unroll
+  for (int e = 0; e < kElems; ++e) decoded[e] = decode_element(decoded[e], grid) * lane.scale_down;
+  return encoded;
+}
 
+// Codes of absent elements of a partial group are written too, as zeros.
+template <int kElems>
+static __device__ __forceinline__ void store_encoded(const Lane& lane, const GroupAt& at,
+                                                     const Encoded<kElems>& encoded, const TileView<std::byte>& tile) {
+  const Codec& codec = lane.site.plan.codec;
   std::byte* codes = tile.codes + int64_t{at.slot} * static_cast<int32_t>(code_bytes(codec));
 #pragma unroll
   for (int part = 0; part < kElems / kChunkElems; ++part) {
     const int32_t chunk = chunk_of(lane, part);
-    const CodeWords words = pack_chunk(decoded + kChunkElems * part, codec.bits, form);
     if (at.elems == 0 || chunk * kChunkElems >= codec.group_elems) continue;
+    const CodeWords& words = encoded.codes[part];
     if (codec.bits == 4) {
       reinterpret_cast<uint32_t*>(codes)[chunk] = words.at[0];
     } else {
       reinterpret_cast<uint2*>(codes)[chunk] = make_uint2(words.at[0], words.at[1]);
     }
   }
-  if (at.elems > 0 && lane.index == 0) {
-    if (codec.quantizer == Quantizer::kSymmetric) {
-      reinterpret_cast<uint16_t*>(tile.params)[at.slot] = params.scale_bits;
-    } else {
-      reinterpret_cast<uint32_t*>(tile.params)[at.slot] = params.scale_bits | static_cast<uint32_t>(params.zero_bits)
-                                                                                  << 16;
-    }
+  if (at.elems == 0 || lane.index != 0) return;
+  const GroupParams& params = encoded.params;
+  if (codec.quantizer == Quantizer::kSymmetric) {
+    reinterpret_cast<uint16_t*>(tile.params)[at.slot] = params.scale_bits;
+  } else {
+    reinterpret_cast<uint32_t*>(tile.params)[at.slot] = params.scale_bits | static_cast<uint32_t>(params.zero_bits)
+                                                                                << 16;
   }
-#pragma unroll
-  for (int e = 0; e < kElems; ++e) decoded[e] = decode_element(decoded[e], grid) * lane.scale_down;
 }
-
-// This lane's part of an encoded group, as loaded: kept apart from decoding so that the next one can be on its way.
-template <int kElems>
-struct Encoded {
-  CodeWords codes[kElems / kChunkElems];
-  GroupParams params;
-};
 
 template <int kElems>
 static __device__ __forceinline__ Encoded<kElems> load_encoded(const Lane& lane, const GroupAt& at,

@@ -27,7 +27,7 @@ struct PeerCall {
   void* stream = nullptr;  // a cudaStream_t
 };
 
-// What a lost or foreign peer leaves behind, in pinned memory that outlives the group; defined in peer_host.h.
+// Pinned words between the host and the kernels; defined in peer_wait.cuh.
 struct PeerHostWords;
 
 // The shape of the slabs of a group: `multiprocessors` is the smallest count among the ranks' devices, so that every
@@ -38,8 +38,8 @@ SlabShape peer_shape(int32_t world_size, int32_t multiprocessors, int64_t worksp
 // event for the call before.
 class PeerGroup {
  public:
-  // `slabs` are device memory as mapped on the current device, slab_bytes(shape) each, zeroed before any rank learned of
-  // them; slabs[rank] is this rank's own. They outlive this object. Loads every kernel, so that none is loaded while
+  // `slabs` are device memory as mapped on the current device, slab_bytes(shape) each, zeroed before any rank learned
+  // of them; slabs[rank] is this rank's own. They outlive this object. Loads every kernel, so that none is loaded while
   // another waits for a peer. Throws std::runtime_error with CUDA's reason.
   PeerGroup(SlabShape shape, int32_t rank, std::vector<std::byte*> slabs);
   ~PeerGroup();
@@ -52,8 +52,8 @@ class PeerGroup {
   // leaves; every later one does so at once. Throws std::runtime_error where CUDA refuses the launch.
   void all_reduce(const PeerCall& call);
 
-  // The first fault that a kernel of this rank met or was told of; kind kNone if there is none. Never blocks, never calls
-  // CUDA; any thread.
+  // The first fault that a kernel of this rank met or was told of; kind kNone if there is none. Never blocks, never
+  // calls CUDA; any thread.
   FaultRecord fault() const;
   // In words, for `fault().kind != kNone`; names the ranks, the stage, and for a foreign ticket both calls.
   std::string describe_fault() const;
@@ -71,8 +71,7 @@ class PeerGroup {
   int32_t rank_;
   std::vector<std::byte*> slabs_;
   PeerHostWords* words_ = nullptr;  // lives as long as the process
-  std::byte* lane_states_ = nullptr;
-  std::byte** device_slabs_ = nullptr;
+  std::byte* state_ = nullptr;      // on the device: GroupState, then the lanes' sequence numbers
 };
 
 }  // namespace echo::cuda

@@ -66,4 +66,21 @@ static __device__ __forceinline__ uint32_t load_acquire_sys(const uint32_t* at) 
   return value;
 }
 
+static __device__ __forceinline__ void store_release_sys(uint64_t* at, uint64_t value) {
+  asm volatile("st.release.sys.global.u64 [%0], %1;" : : "l"(at), "l"(value) : "memory");
+}
+
+static __device__ __forceinline__ uint64_t load_acquire_sys(const uint64_t* at) {
+  uint64_t value;
+  asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(at) : "memory");
+  return value;
+}
+
+// Nanoseconds of a clock that all multiprocessors of a device share.
+static __device__ __forceinline__ uint64_t global_nanoseconds() {
+  uint64_t now;
+  asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
+  return now;
+}
+
 }  // namespace echo::cuda

@@ -5,8 +5,8 @@
 // compensator, which costs registers; whatever else a plan says is a branch that all lanes take alike.
 #pragma once
 
+#include "residual_device.cuh"
 #include "stages.h"
-#include "state_device.cuh"
 
 namespace echo::cuda {
 
@@ -22,6 +22,18 @@ constexpr int resident_blocks(int plain, int compensated, int wide) {
 
 __device__ __forceinline__ int64_t thread_index() { return static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x; }
 __device__ __forceinline__ int64_t thread_count() { return static_cast<int64_t>(gridDim.x) * kThreads; }
+
+// Up to 512 elements a group leaves 16 per lane, which keeps shuffles and the parameters' divisions few per element.
+constexpr int32_t kMostGroupElemsOf16 = 16 * kWarpLanes;
+
+inline int32_t elems_per_lane(const Codec& codec) { return codec.group_elems <= kMostGroupElemsOf16 ? 16 : 32; }
+
+// Groups that the lanes of a warp hold side by side.
+inline int32_t groups_per_task(const Codec& codec, int32_t elems_per_lane) {
+  int32_t lanes = 1;
+  while (elems_per_lane * lanes < codec.group_elems) lanes *= 2;
+  return kWarpLanes / lanes;
+}
 
 // ---- tasks --------------------------------------------------------------------------------------------------------
 
@@ -94,7 +106,6 @@ __global__ void __launch_bounds__(kThreads, (resident_blocks<kElems, kFeedback>(
     push_kernel(const __grid_constant__ Job job, std::byte* tile) {
   const CallState agreed = *job.agreed;
   if (agreed.fault != 0) return;
-  [[maybe_unused]] const Feedback& fb = job.site.plan.feedback;
   const Lane lane = make_lane<kElems>(job.site, job.state_layout, job.groups.begin, agreed.rescale_log2);
   const TileView<std::byte> view = view_tile(job.site.plan.codec, job.tile_groups, tile);
   clear_unused(job, tile);
@@ -103,28 +114,21 @@ __global__ void __launch_bounds__(kThreads, (resident_blocks<kElems, kFeedback>(
     float c[kElems];
     float decoded[kElems];
     load_contribution<kDType, kFeedback>(lane, at, x, c);
-    quantize_group(lane, at, x, view, decoded);
-    if constexpr (kFeedback) {
-      if (!fb.enabled || fb.residual != Residual::kLocal) return;
-#pragma unroll
-      for (int e = 0; e < kElems; ++e) x[e] = x[e] - decoded[e];
-      update_state(lane, at, x, c);
-    }
+    store_encoded(lane, at, encode_group(lane, at, x, decoded), view);
+    update_after_push<kFeedback>(lane, at, x, c, decoded);
   });
 }
 
 // What the other ranks pushed of this rank's segment, one rank's copy at a time.
 template <int kElems>
 struct Copies {
-  const Job& job;
+  const Plan& plan;
+  int64_t tile_groups;
   PeerTiles tiles;
 
-  __device__ __forceinline__ int32_t after(int32_t rank) const {
-    return rank + 1 == job.site.plan.rank ? rank + 2 : rank + 1;
-  }
+  __device__ __forceinline__ int32_t after(int32_t rank) const { return rank + 1 == plan.rank ? rank + 2 : rank + 1; }
   __device__ __forceinline__ Encoded<kElems> load(const Lane& lane, const GroupAt& at, int32_t rank) const {
-    return load_encoded<kElems>(
-        lane, at, view_tile(job.site.plan.codec, job.tile_groups, tiles.base + rank * tiles.stride_bytes));
+    return load_encoded<kElems>(lane, at, view_tile(plan.codec, tile_groups, tiles.base + rank * tiles.stride_bytes));
   }
 };
 
@@ -157,27 +161,30 @@ __global__ void __launch_bounds__(kThreads, (resident_blocks<kElems, kFeedback>(
   const CallState agreed = *job.agreed;
   if (agreed.fault != 0) return;
   const Plan& plan = job.site.plan;
-  [[maybe_unused]] const Feedback& fb = plan.feedback;
   const Lane lane = make_lane<kElems>(job.site, job.state_layout, job.groups.begin, agreed.rescale_log2);
   const TileView<std::byte> view = view_tile(plan.codec, job.tile_groups, tile);
-  const Copies<kElems> copies{job, peers};
+  const Copies<kElems> copies{plan, job.tile_groups, peers};
   clear_unused(job, tile);
   for_each_group<kElems>(job, lane, [&](const GroupAt& at) {
     float x[kElems];
     float c[kElems];
     float sum[kElems];
+    float decoded[kElems];
     const Encoded<kElems> first = copies.load(lane, at, copies.after(-1));
     load_contribution<kDType, kFeedback>(lane, at, x, c);
     sum_ranks(copies, lane, at, first, x, sum);
-    quantize_group(lane, at, sum, view, x);
-    if constexpr (kFeedback) {
-      if (!fb.enabled || fb.residual != Residual::kLocal) return;
-      to_residual_reference<kDType>(lane, x);
-#pragma unroll
-      for (int e = 0; e < kElems; ++e) sum[e] = sum[e] - x[e];
-      update_state(lane, at, sum, c);
-    }
+    store_encoded(lane, at, encode_group(lane, at, sum, decoded), view);
+    update_after_reduce<kDType, kFeedback>(lane, at, sum, c, decoded);
   });
+}
+
+template <DType kDType>
+__device__ __forceinline__ void store_nan(void* tensor, int64_t elem) {
+  if constexpr (kDType == DType::kFloat32) {
+    static_cast<uint32_t*>(tensor)[elem] = kNanBits32;
+  } else {
+    static_cast<uint16_t*>(tensor)[elem] = kDType == DType::kBFloat16 ? kNanBitsBFloat16 : kNanBitsFloat16;
+  }
 }
 
 template <DType kDType>
@@ -186,11 +193,7 @@ __device__ void fill_nan(const Job& job) {
   const int64_t end = min_i64(plan.numel, job.groups.end * plan.codec.group_elems);
 #pragma unroll 1
   for (int64_t i = job.groups.begin * plan.codec.group_elems + thread_index(); i < end; i += thread_count()) {
-    if constexpr (kDType == DType::kFloat32) {
-      static_cast<uint32_t*>(job.site.tensor)[i] = kNanBits32;
-    } else {
-      static_cast<uint16_t*>(job.site.tensor)[i] = kDType == DType::kBFloat16 ? kNanBitsBFloat16 : kNanBitsFloat16;
-    }
+    store_nan<kDType>(job.site.tensor, i);
   }
 }
 
@@ -200,25 +203,12 @@ __global__ void __launch_bounds__(kThreads, (resident_blocks<kElems, kFeedback>(
   const CallState agreed = *job.agreed;
   if (agreed.fault != 0) return fill_nan<kDType>(job);
   const Plan& plan = job.site.plan;
-  [[maybe_unused]] const Feedback& fb = plan.feedback;
   const Lane lane = make_lane<kElems>(job.site, job.state_layout, job.groups.begin, agreed.rescale_log2);
   const TileView<const std::byte> view = view_tile(plan.codec, job.tile_groups, tile);
-  const float inverse_world = 1.0f / static_cast<float>(plan.world_size);
   for_each_group<kElems>(job, lane, [&](const GroupAt& at) {
     float decoded[kElems];
     decode_group(lane, load_encoded<kElems>(lane, at, view), decoded);
-    if (kFeedback && fb.enabled && fb.residual == Residual::kGroup) {
-      float x[kElems];
-      float c[kElems];
-      load_contribution<kDType, kFeedback>(lane, at, x, c);
-      float reference[kElems];
-#pragma unroll
-      for (int e = 0; e < kElems; ++e) reference[e] = decoded[e];
-      to_residual_reference<kDType>(lane, reference);
-#pragma unroll
-      for (int e = 0; e < kElems; ++e) x[e] = x[e] - reference[e] * inverse_world;
-      update_state(lane, at, x, c);
-    }
+    update_from_result<kDType, kFeedback>(lane, at, decoded);
     rotate_exit(lane, at, decoded);
     store_elements<kDType>(lane, at, decoded);
   });

@@ -15,9 +15,6 @@ namespace {
 // Enough blocks that an uneven end costs little, few enough that a thread's set-up serves several groups.
 constexpr int kBlocksPerMultiprocessor = 16;
 
-// Up to 512 elements a group leaves 16 per lane, which keeps shuffles and the parameters' divisions few per element.
-constexpr int32_t kMostGroupElemsOf16 = 16 * kWarpLanes;
-
 // ---- the call's opening -------------------------------------------------------------------------------------------
 
 __global__ void write_record_kernel(const __grid_constant__ CallRecord record, CallRecord* out) { *out = record; }
@@ -107,19 +104,17 @@ TaskList list_tasks(const Plan& plan, const GroupRange& groups, int32_t groups_p
 template <typename Body>
 void with_shape(const Call& call, const GroupRange& groups, int64_t tile_groups, bool feedback, Body body) {
   const Plan& plan = call.site.plan;
-  const int32_t elems_per_lane = plan.codec.group_elems <= kMostGroupElemsOf16 ? 16 : 32;
-  int32_t lanes = 1;
-  while (elems_per_lane * lanes < plan.codec.group_elems) lanes *= 2;
+  const int32_t elems = elems_per_lane(plan.codec);
   const Job job{.site = call.site,
                 .state_layout = make_state_layout(plan),
                 .groups = groups,
                 .tile_groups = tile_groups,
                 .agreed = call.agreed,
-                .list = list_tasks(plan, groups, kWarpLanes / lanes)};
+                .list = list_tasks(plan, groups, groups_per_task(plan.codec, elems))};
   const unsigned blocks = grid_blocks(ceil_div(job.list.tasks, kWarpsPerBlock));
   with_dtype(plan.dtype, [&]<DType kDType>() {
-    if (elems_per_lane == 32 && feedback) return body.template operator()<kDType, 32, true>(blocks, job);
-    if (elems_per_lane == 32) return body.template operator()<kDType, 32, false>(blocks, job);
+    if (elems == 32 && feedback) return body.template operator()<kDType, 32, true>(blocks, job);
+    if (elems == 32) return body.template operator()<kDType, 32, false>(blocks, job);
     if (feedback) return body.template operator()<kDType, 16, true>(blocks, job);
     return body.template operator()<kDType, 16, false>(blocks, job);
   });

@@ -1,0 +1,157 @@
+#include "peer_allreduce.h"
+
+#include <cuda_runtime.h>
+
+#include <mutex>
+#include <new>
+#include <stdexcept>
+
+#include "../core/fault_text.h"
+#include "peer_launch.cuh"
+#include "stages.h"
+
+namespace echo::cuda {
+namespace {
+
+void check(cudaError_t result, const char* what) {
+  if (result != cudaSuccess) throw std::runtime_error(std::string(what) + ": " + cudaGetErrorString(result));
+}
+
+// Groups never give theirs back (see PeerHostWords), so they are cut from blocks of many. Making one may fall into the
+// capture of another stream of the process.
+PeerHostWords* create_host_words() {
+  constexpr size_t kPerBlock = 16;
+  static std::mutex mutex;
+  static PeerHostWords* block = nullptr;
+  static size_t used = kPerBlock;
+  const std::lock_guard<std::mutex> lock(mutex);
+  if (used == kPerBlock) {
+    cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
+    check(cudaThreadExchangeStreamCaptureMode(&mode), "cudaThreadExchangeStreamCaptureMode");
+    void* memory = nullptr;
+    const cudaError_t result =
+        cudaHostAlloc(&memory, kPerBlock * sizeof(PeerHostWords), cudaHostAllocPortable | cudaHostAllocMapped);
+    cudaThreadExchangeStreamCaptureMode(&mode);
+    check(result, "cudaHostAlloc");
+    block = static_cast<PeerHostWords*>(memory);
+    for (size_t i = 0; i < kPerBlock; ++i) new (block + i) PeerHostWords;
+    used = 0;
+  }
+  return block + used++;
+}
+
+KernelShape kernel_shape(const Plan& plan) {
+  KernelShape shape;
+  shape.feedback = plan.feedback.enabled;
+  shape.elems_per_lane = elems_per_lane(plan.codec);
+  shape.groups_per_task = groups_per_task(plan.codec, shape.elems_per_lane);
+  shape.blocks_per_multiprocessor = shape.elems_per_lane == 32
+                                        ? (shape.feedback ? kPeerBlocks<32, true> : kPeerBlocks<32, false>)
+                                        : (shape.feedback ? kPeerBlocks<16, true> : kPeerBlocks<16, false>);
+  return shape;
+}
+
+// Lanes that a call of this plan walks on, and groups per tile: whole rounds of the block's warps where a segment has
+// so many, else a share for every lane.
+struct Walk {
+  int32_t lanes;
+  int64_t tile_groups;
+  int64_t tiles;
+};
+
+Walk plan_walk(const Plan& plan, const SlabShape& slab, const KernelShape& kernel) {
+  Walk walk;
+  const int32_t most = slab.lanes / kMostPeerBlocks * kernel.blocks_per_multiprocessor;
+  walk.tile_groups = peer_tile_groups(plan, SlabShape{slab.world_size, most, slab.slot_bytes});
+  const int64_t round = static_cast<int64_t>(kPeerWarps) * kernel.groups_per_task;
+  if (walk.tile_groups > round) walk.tile_groups -= walk.tile_groups % round;
+  walk.tiles = ceil_div(segment_groups(plan), walk.tile_groups);
+  walk.lanes = static_cast<int32_t>(min_i64(most, walk.tiles));
+  return walk;
+}
+
+}  // namespace
+
+SlabShape peer_shape(int32_t world_size, int32_t multiprocessors, int64_t workspace_bytes) {
+  SlabShape shape{world_size, multiprocessors * kMostPeerBlocks, 0};
+  if (world_size <= kMaxPeerRanks) {
+    shape.slot_bytes = slot_bytes_for(workspace_bytes, world_size, shape.lanes, kPeerDeviceSlotBytes);
+  }
+  return shape;
+}
+
+PeerGroup::PeerGroup(SlabShape shape, int32_t rank, std::vector<std::byte*> slabs)
+    : shape_(shape), rank_(rank), slabs_(std::move(slabs)), words_(create_host_words()) {
+  check(load_peer_kernels<DType::kFloat32>(), "loading kernels");
+  check(load_peer_kernels<DType::kBFloat16>(), "loading kernels");
+  check(load_peer_kernels<DType::kFloat16>(), "loading kernels");
+  const size_t bytes = sizeof(GroupState) + shape.lanes * sizeof(uint32_t);
+  void* memory = nullptr;
+  check(cudaMalloc(&memory, bytes), "cudaMalloc");
+  state_ = static_cast<std::byte*>(memory);
+  check(cudaMemset(state_, 0, bytes), "cudaMemset");
+  check(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
+}
+
+PeerGroup::~PeerGroup() {
+  // A kernel that a lost peer holds up may still use it; the process keeps it then.
+  if (fault().kind == FaultKind::kNone) cudaFree(state_);
+}
+
+void PeerGroup::all_reduce(const PeerCall& call) {
+  const Plan& plan = call.site.plan;
+  const KernelShape kernel = kernel_shape(plan);
+  const Walk walk = plan_walk(plan, shape_, kernel);
+  auto* group = reinterpret_cast<GroupState*>(state_);
+  PeerJob job{.site = call.site,
+              .state_layout = make_state_layout(plan),
+              .shape = shape_,
+              .record = make_call_record(plan, call.direction, 0, call.exact_calls),
+              .rescale = call.rescale,
+              .partial = plan.numel % plan.codec.group_elems != 0,
+              .groups_per_task = kernel.groups_per_task,
+              .groups = group_count(plan),
+              .tile_groups = walk.tile_groups,
+              .tiles = walk.tiles,
+              .timeout_ns = static_cast<uint64_t>(call.timeout.count()),
+              .group = group,
+              .sequences = reinterpret_cast<uint32_t*>(group + 1),
+              .words = words_,
+              .slabs = {}};
+  for (int32_t peer = 0; peer < shape_.world_size; ++peer) job.slabs[peer] = slabs_[peer];
+  const auto stream = static_cast<cudaStream_t>(call.stream);
+  if (call.rescale) write_record(Call{call.site, nullptr, stream}, job.record, true, &group->record);
+  const auto blocks = static_cast<unsigned>(walk.lanes);
+  switch (plan.dtype) {
+    case DType::kFloat32:
+      launch_peer_kernel<DType::kFloat32>(job, kernel, blocks, stream);
+      break;
+    case DType::kBFloat16:
+      launch_peer_kernel<DType::kBFloat16>(job, kernel, blocks, stream);
+      break;
+    case DType::kFloat16:
+      launch_peer_kernel<DType::kFloat16>(job, kernel, blocks, stream);
+      break;
+  }
+  check(cudaGetLastError(), "echo all_reduce over peer memory");
+}
+
+FaultRecord PeerGroup::fault() const {
+  if (__atomic_load_n(&words_->is_set, __ATOMIC_ACQUIRE) == 0) return {};
+  return words_->fault;
+}
+
+std::string PeerGroup::describe_fault() const {
+  return echo::describe_fault(fault(), FaultWitness{.rank = rank_, .mine = words_->mine, .theirs = words_->theirs});
+}
+
+void PeerGroup::abort() { __atomic_store_n(&words_->abort, 1u, __ATOMIC_RELEASE); }
+
+void PeerGroup::report_exit(int32_t peer) { __atomic_fetch_or(&words_->exited, uint64_t{1} << peer, __ATOMIC_RELEASE); }
+
+int64_t PeerGroup::wire_bytes(const Plan& plan) const {
+  const Walk walk = plan_walk(plan, shape_, kernel_shape(plan));
+  return sent_tile_bytes(plan, walk.tile_groups) + (plan.world_size - 1) * static_cast<int64_t>(sizeof(CallRecord));
+}
+
+}  // namespace echo::cuda
