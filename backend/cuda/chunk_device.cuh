@@ -1,13 +1,10 @@
-// A chunk, eight consecutive elements of a group, as one lane handles it: words in memory, fp32 values, codes.
-//
-// Nothing here rounds but the conversions to 16 bits; the float arithmetic on codes is exact in any order because it
-// stays below 2^24.
+// A chunk, eight consecutive elements of a group, as one lane handles it: words in memory and fp32 values.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
 
-#include "../core/quantizer.h"
+#include "../core/numeric.h"
 #include "ptx.cuh"
 
 namespace echo::cuda {
@@ -119,103 +116,6 @@ static __device__ __forceinline__ ChunkWords<kBytesOf<kDType>> narrow_numbers(co
     }
   }
   return words;
-}
-
-// True if a value is NaN, and perhaps if one is Inf: x * 0 is then NaN and stays in the sum.
-static __device__ __forceinline__ bool may_hold_nan(const float* x) {
-  float probe = 0.0f;
-#pragma unroll
-  for (int i = 0; i < kChunkElems; ++i) probe = __fmaf_rn(x[i], 0.0f, probe);
-  return probe != 0.0f;
-}
-
-// As round_to_dtype, NaN canonical.
-template <DType kDType>
-static __device__ __forceinline__ ChunkWords<kBytesOf<kDType>> narrow_chunk(const float* x) {
-  ChunkWords<kBytesOf<kDType>> words = narrow_numbers<kDType>(x);
-  if (!may_hold_nan(x)) return words;
-#pragma unroll
-  for (int i = 0; i < kChunkElems; ++i) {
-    if constexpr (kDType == DType::kFloat32) {
-      words.at[i] = bits_of(canonical_nan(x[i]));
-    } else if (i % 2 == 0) {
-      constexpr bool kBrain = kDType == DType::kBFloat16;
-      const uint32_t low = kBrain ? to_bfloat16(x[i]) : to_float16(x[i]);
-      const uint32_t high = kBrain ? to_bfloat16(x[i + 1]) : to_float16(x[i + 1]);
-      words.at[i / 2] = low | high << 16;
-    }
-  }
-  return words;
-}
-
-// ---- codes --------------------------------------------------------------------------------------------------------
-
-// Codes of a chunk: one word for 4 bits, two for 8.
-struct CodeWords {
-  uint32_t at[2];
-};
-
-// Two's complement in b bits is the value plus 2^(b-1) with its highest bit flipped; unsigned codes are themselves.
-struct CodeForm {
-  uint32_t flip;  // the highest bit of every code of a word, 0 for unsigned codes
-  float bias;     // 2^(b-1), 0 for unsigned codes
-};
-
-static __device__ __forceinline__ CodeForm code_form(int bits, bool is_signed) {
-  if (!is_signed) return CodeForm{0u, 0.0f};
-  return bits == 4 ? CodeForm{0x88888888u, 8.0f} : CodeForm{0x80808080u, 128.0f};
-}
-
-constexpr float kIntegerShift = 12582912.0f;  // 1.5 * 2^23: an fp32 sum with it holds an integer in its low bits
-
-// 16 bits of codes, given as integral floats: sum of code * kBase^i, each step exact.
-template <int kCodes, int kBase>
-static __device__ __forceinline__ uint32_t pack_half_word(const float* codes, const CodeForm& form) {
-  float sum = kIntegerShift + static_cast<float>(form.flip & 0xffffu);
-  float weight = 1.0f;
-#pragma unroll
-  for (int i = 0; i < kCodes; ++i) {
-    sum = __fmaf_rn(codes[i], weight, sum);
-    weight *= kBase;
-  }
-  return bits_of(sum);
-}
-
-static __device__ __forceinline__ uint32_t join_halves(uint32_t low, uint32_t high) {
-  return __byte_perm(low, high, 0x5410);
-}
-
-static __device__ __forceinline__ CodeWords pack_chunk(const float* codes, int bits, const CodeForm& form) {
-  CodeWords words = {};
-  if (bits == 4) {
-    words.at[0] = join_halves(pack_half_word<4, 16>(codes, form), pack_half_word<4, 16>(codes + 4, form)) ^ form.flip;
-  } else {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const float* four = codes + 4 * half;
-      words.at[half] =
-          join_halves(pack_half_word<2, 256>(four, form), pack_half_word<2, 256>(four + 2, form)) ^ form.flip;
-    }
-  }
-  return words;
-}
-
-// Byte `byte` of `bytes` as a float: its bits below those of 2^23, less 2^23.
-static __device__ __forceinline__ float byte_value(uint32_t bytes, int byte, float bias) {
-  return float_of(__byte_perm(bytes, 0x4b000000u, 0x7540u + byte)) - (8388608.0f + bias);
-}
-
-static __device__ __forceinline__ void unpack_chunk(const CodeWords& words, int bits, const CodeForm& form,
-                                                    float* codes) {
-  if (bits == 4) {
-    const uint32_t even = (words.at[0] ^ form.flip) & 0x0f0f0f0fu;
-    const uint32_t odd = ((words.at[0] ^ form.flip) >> 4) & 0x0f0f0f0fu;
-#pragma unroll
-    for (int i = 0; i < kChunkElems; ++i) codes[i] = byte_value(i % 2 == 0 ? even : odd, i / 2, form.bias);
-  } else {
-#pragma unroll
-    for (int i = 0; i < kChunkElems; ++i) codes[i] = byte_value(words.at[i / 4] ^ form.flip, i % 4, form.bias);
-  }
 }
 
 }  // namespace echo::cuda

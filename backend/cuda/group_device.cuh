@@ -1,7 +1,9 @@
-// Loops over one group held in the registers of a power-of-two number of lanes: the device's way of visiting what core/
-// defines.
+// One group held in the registers of a power-of-two number of lanes: the device's way of visiting what core/ defines.
 //
-//   chunk   8 consecutive elements; one lane holds chunks lane, lane + L, lane + 2L, ...
+//   chunk   8 consecutive elements
+//   lane    4 chunks: 4 in a row (Spread::kRuns), so that a lane's codes and its int8 state are whole 16-byte words, or
+//           chunks lane, lane + L, lane + 2L, lane + 3L (Spread::kChunks), so that a warp's tensor stores are
+//           contiguous
 //   group   g / 8 chunks over L = 1, 2, .. 32 lanes; slots without a chunk are absent
 //   warp    32 / L full groups side by side, or the one partial group
 //
@@ -9,17 +11,20 @@
 // around one must be equal in all lanes. Idle lanes hold no element of any group; they neither read nor write memory.
 #pragma once
 
-#include "../core/feedback.h"
-#include "../core/reduce.h"
 #include "../core/rotation.h"
 #include "../core/site.h"
 #include "../core/tile.h"
 #include "chunk_device.cuh"
+#include "grid_device.cuh"
 
 namespace echo::cuda {
 
 constexpr int kWarpLanes = 32;
 constexpr uint32_t kAllLanes = 0xffffffffu;
+constexpr int kLaneChunks = 4;
+constexpr int kLaneElems = kLaneChunks * kChunkElems;
+
+enum class Spread { kRuns, kChunks };
 
 // Offsets in the compensator's state that core/tile.h computes with 64-bit divisions: done once, on the host.
 struct StateLayout {
@@ -33,6 +38,7 @@ static inline StateLayout make_state_layout(const Plan& plan) {
 }
 
 // What stays the same for a thread over all groups of a tile. The references lead into the kernel's parameters.
+template <Spread kSpread>
 struct Lane {
   const Site& site;
   const StateLayout& state_layout;
@@ -40,9 +46,10 @@ struct Lane {
   int64_t first_elem;   // of the tensor, where the tile's groups begin
   int32_t lanes_log2;   // L
   int32_t index;        // of this lane among the L
-  uint32_t signs;       // bit e: the rotation negates this lane's element e
+  uint32_t signs;       // bits 15 - k and 31 - k: the rotation negates this lane's elements 2k and 2k + 1
   float scale_up;       // 2^k, 2^-k of the rescale
   float scale_down;
+  float sure_steps;     // sure_steps_inside of the codec
   bool tensor_aligned;  // chunks of the tensor can be loaded whole
 };
 
@@ -72,270 +79,152 @@ static __device__ __forceinline__ uint32_t chunk_signs(int32_t chunk, int32_t ru
   return run_log2 == 2 ? (kSignBytes.at[0] & 0xfu) * 0x11u : run_log2 == 1 ? pair * 0x55u : 0u;
 }
 
-template <int kElems>
-static __device__ __forceinline__ Lane make_lane(const Site& site, const StateLayout& state_layout, int64_t first_group,
-                                                 int32_t rescale_log2) {
-  const int32_t chunks = site.plan.codec.group_elems / kChunkElems;
-  const int32_t lanes = (chunks + kElems / kChunkElems - 1) / (kElems / kChunkElems);
+// The signs of chunk `part` of a lane, moved to where Lane::signs has them.
+static __device__ __forceinline__ uint32_t place_signs(uint32_t chunk, int part) {
+  uint32_t placed = 0;
+#pragma unroll
+  for (int e = 0; e < kChunkElems; ++e) {
+    placed |= (chunk >> e & 1u) << ((e % 2 == 0 ? 15 : 31) - e / 2 - kChunkElems / 2 * part);
+  }
+  return placed;
+}
+
+template <Spread kSpread>
+static __device__ __forceinline__ int32_t chunk_at(int32_t lanes_log2, int32_t index, int part) {
+  return kSpread == Spread::kRuns ? index * kLaneChunks + part : (part << lanes_log2) + index;
+}
+
+template <Spread kSpread>
+static __device__ __forceinline__ Lane<kSpread> make_lane(const Site& site, const StateLayout& state_layout,
+                                                          int64_t first_group, int32_t rescale_log2) {
+  const Codec& codec = site.plan.codec;
+  const int32_t lanes = (codec.group_elems + kLaneElems - 1) / kLaneElems;
   const int32_t lanes_log2 = 32 - __clz(lanes - 1);
   const int32_t index = static_cast<int32_t>(threadIdx.x) & ((1 << lanes_log2) - 1);
   uint32_t signs = 0;
 #pragma unroll
-  for (int part = 0; part < kElems / kChunkElems; ++part) {
-    signs |= chunk_signs((part << lanes_log2) + index, site.plan.codec.rotation_log2) << (kChunkElems * part);
+  for (int part = 0; part < kLaneChunks; ++part) {
+    signs |= place_signs(chunk_signs(chunk_at<kSpread>(lanes_log2, index, part), codec.rotation_log2), part);
   }
   const bool aligned = reinterpret_cast<uintptr_t>(site.tensor) % 16 == 0;
-  return Lane{.site = site,
-              .state_layout = state_layout,
-              .first_group = first_group,
-              .first_elem = first_group * site.plan.codec.group_elems,
-              .lanes_log2 = lanes_log2,
-              .index = index,
-              .signs = signs,
-              .scale_up = power_of_two(rescale_log2),
-              .scale_down = power_of_two(-rescale_log2),
-              .tensor_aligned = aligned};
+  return Lane<kSpread>{.site = site,
+                       .state_layout = state_layout,
+                       .first_group = first_group,
+                       .first_elem = first_group * codec.group_elems,
+                       .lanes_log2 = lanes_log2,
+                       .index = index,
+                       .signs = signs,
+                       .scale_up = power_of_two(rescale_log2),
+                       .scale_down = power_of_two(-rescale_log2),
+                       .sure_steps = sure_steps_inside(codec),
+                       .tensor_aligned = aligned};
 }
 
-static __device__ __forceinline__ int32_t chunk_of(const Lane& lane, int part) {
-  return (part << lane.lanes_log2) + lane.index;
+template <Spread kSpread>
+static __device__ __forceinline__ int32_t chunk_of(const Lane<kSpread>& lane, int part) {
+  return chunk_at<kSpread>(lane.lanes_log2, lane.index, part);
 }
 
 // Elements of the group from this lane's chunk `part` on; not positive if the chunk is absent.
-static __device__ __forceinline__ int32_t remaining_in(const Lane& lane, const GroupAt& at, int part) {
+template <Spread kSpread>
+static __device__ __forceinline__ int32_t remaining_in(const Lane<kSpread>& lane, const GroupAt& at, int part) {
   return at.elems - kChunkElems * chunk_of(lane, part);
 }
 
-template <int kElems>
-static __device__ __forceinline__ void fill_absent(const Lane& lane, const GroupAt& at, float value,
-                                                   float (&x)[kElems]) {
+template <Spread kSpread>
+static __device__ __forceinline__ void fill_absent(const Lane<kSpread>& lane, const GroupAt& at, float value,
+                                                   float (&x)[kLaneElems]) {
   if (at.dense) return;
 #pragma unroll
-  for (int e = 0; e < kElems; ++e) {
+  for (int e = 0; e < kLaneElems; ++e) {
     if (e % kChunkElems >= remaining_in(lane, at, e / kChunkElems)) x[e] = value;
   }
 }
 
-// ---- tensor -------------------------------------------------------------------------------------------------------
+// ---- memory -------------------------------------------------------------------------------------------------------
 
-// Index in the tensor of the first element of this lane's chunk `part`.
-static __device__ __forceinline__ int64_t elem_index(const Lane& lane, const GroupAt& at, int part) {
-  return lane.first_elem + int64_t{at.slot} * lane.site.plan.codec.group_elems + kChunkElems * chunk_of(lane, part);
+// Where this lane's chunk `part` begins in an array with kElemBytes per element of the tensor: one long product for the
+// group, short offsets for its chunks.
+template <int kElemBytes, Spread kSpread, typename Byte>
+static __device__ __forceinline__ Byte* chunk_address(const Lane<kSpread>& lane, const GroupAt& at, Byte* array,
+                                                      int part) {
+  const int64_t group = lane.first_elem + int64_t{at.slot} * lane.site.plan.codec.group_elems;
+  Byte* base = array + group * kElemBytes;
+  return base + static_cast<uint32_t>(chunk_of(lane, part) * kChunkElems * kElemBytes);
 }
 
-template <DType kDType, int kElems>
-static __device__ __forceinline__ void store_elements(const Lane& lane, const GroupAt& at, const float (&x)[kElems]) {
+// This lane's elements of an array with kElemBytes per element of the tensor; zeros where they are absent. `aligned`:
+// the array is, to 16 bytes.
+template <int kElemBytes, Spread kSpread>
+static __device__ __forceinline__ void load_elements(const Lane<kSpread>& lane, const GroupAt& at,
+                                                     const std::byte* array, bool aligned,
+                                                     ChunkWords<kElemBytes> (&words)[kLaneChunks]) {
+  if (at.dense && aligned) {
+    if constexpr (kSpread == Spread::kRuns) {
+      const uint4* from = reinterpret_cast<const uint4*>(chunk_address<kElemBytes>(lane, at, array, 0));
 #pragma unroll
-  for (int part = 0; part < kElems / kChunkElems; ++part) {
-    std::byte* to = static_cast<std::byte*>(lane.site.tensor) + elem_index(lane, at, part) * kBytesOf<kDType>;
-    store_chunk(narrow_chunk<kDType>(x + kChunkElems * part), to, remaining_in(lane, at, part), lane.tensor_aligned);
-  }
-}
-
-// ---- rotation -----------------------------------------------------------------------------------------------------
-
-// Butterflies at a stride between elements of one lane.
-template <int kElems>
-static __device__ __forceinline__ void butterflies_inside(float (&x)[kElems], int stride) {
-#pragma unroll
-  for (int e = 0; e < kElems; ++e) {
-    if ((e & stride) != 0) continue;
-    const float u = x[e];
-    const float v = x[e + stride];
-    x[e] = u + v;
-    x[e + stride] = u - v;
-  }
-}
-
-// Pre: runs of at least 2. Strides inside a chunk, then across lanes, then across the chunks of a lane: ascending, as
-// the contract has it.
-template <int kElems>
-static __device__ __forceinline__ void butterflies(const Lane& lane, float (&x)[kElems]) {
-  const int run_log2 = lane.site.plan.codec.rotation_log2;
-  butterflies_inside(x, 1);
-  if (run_log2 >= 3) {
-    butterflies_inside(x, 2);
-    butterflies_inside(x, 4);
-  } else if (run_log2 == 2) {
-    butterflies_inside(x, 2);
-  }
-#pragma unroll 1
-  for (int bit = 0; bit < min(run_log2 - 3, lane.lanes_log2); ++bit) {
-    // The product with 1 or -1 is exact, so the fused form rounds once, as the sum or difference does.
-    const float side = (lane.index >> bit & 1) == 0 ? 1.0f : -1.0f;
-#pragma unroll
-    for (int e = 0; e < kElems; ++e) x[e] = __fmaf_rn(x[e], side, __shfl_xor_sync(kAllLanes, x[e], 1 << bit));
-  }
-#pragma unroll
-  for (int stride = kChunkElems; stride < kElems; stride *= 2) {
-    if ((stride << lane.lanes_log2) < 1 << run_log2) butterflies_inside(x, stride);
-  }
-}
-
-template <int kElems>
-static __device__ __forceinline__ void flip_signs(const Lane& lane, float (&x)[kElems]) {
-  const uint32_t signs = recompute_here(lane.signs);
-#pragma unroll
-  for (int e = 0; e < kElems; ++e) x[e] = flip_sign(x[e], signs << (31 - e) & 0x80000000u);
-}
-
-template <int kElems>
-static __device__ __forceinline__ void rotate_entry(const Lane& lane, const GroupAt& at, float (&x)[kElems]) {
-  if (!at.rotated) return;
-  flip_signs(lane, x);
-  butterflies(lane, x);
-  const float factor = rotation_entry_factor(lane.site.plan.codec);
-  if (factor == 1.0f) return;
-#pragma unroll
-  for (int e = 0; e < kElems; ++e) x[e] = x[e] * factor;
-}
-
-template <int kElems>
-static __device__ __forceinline__ void rotate_exit(const Lane& lane, const GroupAt& at, float (&x)[kElems]) {
-  if (!at.rotated) return;
-  butterflies(lane, x);
-  const float factor = rotation_exit_factor(lane.site.plan.codec);
-#pragma unroll
-  for (int e = 0; e < kElems; ++e) x[e] = x[e] * factor;
-  flip_signs(lane, x);
-}
-
-// ---- quantizer ----------------------------------------------------------------------------------------------------
-
-// A tile in memory: codes and parameters of its groups (core/tile.h).
-template <typename Byte>
-struct TileView {
-  Byte* codes;
-  Byte* params;
-};
-
-template <typename Byte>
-static __device__ __forceinline__ TileView<Byte> view_tile(const Codec& codec, int64_t tile_groups, Byte* tile) {
-  return TileView<Byte>{tile, tile + params_offset(codec, tile_groups)};
-}
-
-static __device__ __forceinline__ CodeForm code_form(const Codec& codec) {
-  return code_form(codec.bits, codec.quantizer == Quantizer::kSymmetric);
-}
-
-// Pre: absent slots hold copies of an element. A NaN anywhere makes both extremes NaN and so the magnitude too large.
-template <int kElems>
-static __device__ __forceinline__ GroupStats group_stats(const Lane& lane, const float (&x)[kElems]) {
-  float lo = x[0];
-  float hi = x[0];
-#pragma unroll
-  for (int e = 1; e < kElems; ++e) {
-    lo = min_or_nan(lo, x[e]);
-    hi = max_or_nan(hi, x[e]);
-  }
-#pragma unroll 1
-  for (int stride = 1; stride < 1 << lane.lanes_log2; stride *= 2) {
-    lo = min_or_nan(lo, __shfl_xor_sync(kAllLanes, lo, stride));
-    hi = max_or_nan(hi, __shfl_xor_sync(kAllLanes, hi, stride));
-  }
-  // Rounding is monotonic: the extremes times 2^k are the extremes of the products.
-  lo = lo * lane.scale_up;
-  hi = hi * lane.scale_up;
-  return GroupStats{lo, hi, max(bits_of(lo) & kAbsMask32, bits_of(hi) & kAbsMask32)};
-}
-
-// This lane's part of an encoded group, in registers: what it loaded, so that the next one can be on its way while this
-// one is decoded, or what it is about to store, perhaps in several places.
-template <int kElems>
-struct Encoded {
-  CodeWords codes[kElems / kChunkElems];
-  GroupParams params;
-};
-
-// Encodes x and says what a receiver will decode, in the caller's units. Overwrites absent slots of x.
-template <int kElems>
-static __device__ __forceinline__ Encoded<kElems> encode_group(const Lane& lane, const GroupAt& at, float (&x)[kElems],
-                                                               float (&decoded)[kElems]) {
-  const Codec& codec = lane.site.plan.codec;
-  if (!at.dense) {
-    fill_absent(lane, at, __shfl_sync(kAllLanes, x[0], 0, 1 << lane.lanes_log2), x);
-  }
-  Encoded<kElems> encoded;
-  encoded.params = group_params(group_stats(lane, x), codec);
-  const GroupGrid grid = group_grid(encoded.params, codec);
-  const CodeForm form = code_form(codec);
-  // A group without codes has limits 0, 0, to which even NaN is clamped.
-#pragma unroll
-  for (int e = 0; e < kElems; ++e) decoded[e] = encode_element(x[e] * lane.scale_up, grid);
-  fill_absent(lane, at, 0.0f, decoded);
-#pragma unroll
-  for (int part = 0; part < kElems / kChunkElems; ++part) {
-    encoded.codes[part] = pack_chunk(decoded + kChunkElems * part, codec.bits, form);
-  }
-#pragma unroll
-  for (int e = 0; e < kElems; ++e) decoded[e] = decode_element(decoded[e], grid) * lane.scale_down;
-  return encoded;
-}
-
-// Codes of absent elements of a partial group are written too, as zeros.
-template <int kElems>
-static __device__ __forceinline__ void store_encoded(const Lane& lane, const GroupAt& at,
-                                                     const Encoded<kElems>& encoded, const TileView<std::byte>& tile) {
-  const Codec& codec = lane.site.plan.codec;
-  std::byte* codes = tile.codes + int64_t{at.slot} * static_cast<int32_t>(code_bytes(codec));
-#pragma unroll
-  for (int part = 0; part < kElems / kChunkElems; ++part) {
-    const int32_t chunk = chunk_of(lane, part);
-    if (at.elems == 0 || chunk * kChunkElems >= codec.group_elems) continue;
-    const CodeWords& words = encoded.codes[part];
-    if (codec.bits == 4) {
-      reinterpret_cast<uint32_t*>(codes)[chunk] = words.at[0];
+      for (int i = 0; i < 2 * kElemBytes; ++i) {
+        const uint4 quad = from[i];
+        uint32_t* to = words[4 * i / (2 * kElemBytes)].at + 4 * i % (2 * kElemBytes);
+        // A chunk of single bytes is half of the quad.
+        uint32_t* then = kElemBytes == 1 ? words[(4 * i / 2 + 1) % kLaneChunks].at : to + 2;
+        to[0] = quad.x;
+        to[1] = quad.y;
+        then[0] = quad.z;
+        then[1] = quad.w;
+      }
     } else {
-      reinterpret_cast<uint2*>(codes)[chunk] = make_uint2(words.at[0], words.at[1]);
+#pragma unroll
+      for (int part = 0; part < kLaneChunks; ++part) {
+        words[part] = load_chunk<kElemBytes>(chunk_address<kElemBytes>(lane, at, array, part), kChunkElems, true);
+      }
     }
+    return;
   }
-  if (at.elems == 0 || lane.index != 0) return;
-  const GroupParams& params = encoded.params;
-  if (codec.quantizer == Quantizer::kSymmetric) {
-    reinterpret_cast<uint16_t*>(tile.params)[at.slot] = params.scale_bits;
-  } else {
-    reinterpret_cast<uint32_t*>(tile.params)[at.slot] = params.scale_bits | static_cast<uint32_t>(params.zero_bits)
-                                                                                << 16;
+#pragma unroll
+  for (int part = 0; part < kLaneChunks; ++part) {
+    words[part] =
+        load_chunk<kElemBytes>(chunk_address<kElemBytes>(lane, at, array, part), remaining_in(lane, at, part), aligned);
   }
 }
 
-template <int kElems>
-static __device__ __forceinline__ Encoded<kElems> load_encoded(const Lane& lane, const GroupAt& at,
-                                                               const TileView<const std::byte>& tile) {
-  const Codec& codec = lane.site.plan.codec;
-  Encoded<kElems> encoded = {};
-  const std::byte* codes = tile.codes + int64_t{at.slot} * static_cast<int32_t>(code_bytes(codec));
+template <int kElemBytes, Spread kSpread>
+static __device__ __forceinline__ void store_words(const Lane<kSpread>& lane, const GroupAt& at, std::byte* array,
+                                                   bool aligned, const ChunkWords<kElemBytes> (&words)[kLaneChunks]) {
+  if (at.dense && aligned) {
+    if constexpr (kSpread == Spread::kRuns && kElemBytes == 1) {
+      uint4* to = reinterpret_cast<uint4*>(chunk_address<kElemBytes>(lane, at, array, 0));
 #pragma unroll
-  for (int part = 0; part < kElems / kChunkElems; ++part) {
-    if (remaining_in(lane, at, part) <= 0) continue;
-    if (codec.bits == 4) {
-      encoded.codes[part].at[0] = reinterpret_cast<const uint32_t*>(codes)[chunk_of(lane, part)];
+      for (int i = 0; i < kLaneChunks / 2; ++i) {
+        to[i] = make_uint4(words[2 * i].at[0], words[2 * i].at[1], words[2 * i + 1].at[0], words[2 * i + 1].at[1]);
+      }
     } else {
-      const uint2 pair = reinterpret_cast<const uint2*>(codes)[chunk_of(lane, part)];
-      encoded.codes[part] = CodeWords{{pair.x, pair.y}};
+#pragma unroll
+      for (int part = 0; part < kLaneChunks; ++part) {
+        store_chunk(words[part], chunk_address<kElemBytes>(lane, at, array, part), kChunkElems, true);
+      }
     }
+    return;
   }
-  if (at.elems == 0) return encoded;
-  if (codec.quantizer == Quantizer::kSymmetric) {
-    encoded.params.scale_bits = reinterpret_cast<const uint16_t*>(tile.params)[at.slot];
-  } else {
-    const uint32_t pair = reinterpret_cast<const uint32_t*>(tile.params)[at.slot];
-    encoded.params = GroupParams{static_cast<uint16_t>(pair), static_cast<uint16_t>(pair >> 16)};
+#pragma unroll
+  for (int part = 0; part < kLaneChunks; ++part) {
+    store_chunk(words[part], chunk_address<kElemBytes>(lane, at, array, part), remaining_in(lane, at, part), aligned);
   }
-  return encoded;
 }
 
-template <int kElems>
-static __device__ __forceinline__ void decode_group(const Lane& lane, const Encoded<kElems>& encoded,
-                                                    float (&decoded)[kElems]) {
-  const Codec& codec = lane.site.plan.codec;
-  const GroupGrid grid = group_grid(encoded.params, codec);
+template <DType kDType>
+static __device__ __forceinline__ void widen_elements(const ChunkWords<kBytesOf<kDType>> (&words)[kLaneChunks],
+                                                      float (&x)[kLaneElems]) {
 #pragma unroll
-  for (int part = 0; part < kElems / kChunkElems; ++part) {
-    unpack_chunk(encoded.codes[part], codec.bits, code_form(codec), decoded + kChunkElems * part);
-  }
+  for (int part = 0; part < kLaneChunks; ++part) widen_chunk<kDType>(words[part], x + kChunkElems * part);
+}
+
+// True if a value is NaN, and perhaps if one is Inf: x * 0 is then NaN and stays in the sum.
+static __device__ __forceinline__ bool may_hold_nan(const float (&x)[kLaneElems]) {
+  float probe = 0.0f;
 #pragma unroll
-  for (int e = 0; e < kElems; ++e) decoded[e] = decode_element(decoded[e], grid) * lane.scale_down;
+  for (int e = 0; e < kLaneElems; ++e) probe = __fmaf_rn(x[e], 0.0f, probe);
+  return probe != 0.0f;
 }
 
 }  // namespace echo::cuda

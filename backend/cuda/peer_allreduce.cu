@@ -42,12 +42,11 @@ PeerHostWords* create_host_words() {
 
 KernelShape kernel_shape(const Plan& plan) {
   KernelShape shape;
-  shape.feedback = plan.feedback.enabled;
-  shape.elems_per_lane = elems_per_lane(plan.codec);
-  shape.groups_per_task = groups_per_task(plan.codec, shape.elems_per_lane);
-  shape.blocks_per_multiprocessor = shape.elems_per_lane == 32
-                                        ? (shape.feedback ? kPeerBlocks<32, true> : kPeerBlocks<32, false>)
-                                        : (shape.feedback ? kPeerBlocks<16, true> : kPeerBlocks<16, false>);
+  shape.bits = plan.codec.bits;
+  shape.state = state_kind(plan);
+  shape.late = plan.rank >= 2;
+  shape.groups_per_task = groups_per_task(plan.codec);
+  shape.blocks_per_multiprocessor = peer_blocks(shape.state);  // equal on all ranks
   return shape;
 }
 

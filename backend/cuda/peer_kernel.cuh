@@ -8,6 +8,7 @@
 // The owner decodes its own code in registers and stores the result at once, so its tile never visits a slot.
 #pragma once
 
+#include "../core/reduce.h"
 #include "peer_wait.cuh"
 #include "stage_kernels.cuh"
 
@@ -53,16 +54,15 @@ __device__ __forceinline__ TileAt tile_of(const PeerJob& job, int32_t owner, int
 }
 
 // Calls body(GroupAt) for the groups of the tile; all lanes of a warp make the same number of calls.
-template <int kElems, typename Body>
-__device__ __forceinline__ void for_each_group_of(const PeerJob& job, Lane& lane, const GroupRange& groups, Body body) {
+template <Spread kSpread, typename Body>
+__device__ __forceinline__ void for_each_group_of(const PeerJob& job, const Lane<kSpread>& lane,
+                                                  const GroupRange& groups, Body body) {
   const Codec& codec = job.site.plan.codec;
-  lane.first_group = groups.begin;
-  lane.first_elem = groups.begin * codec.group_elems;
   const bool partial = job.partial && groups.end == job.groups && groups.begin < groups.end;
   const int32_t full = static_cast<int32_t>(groups.end - groups.begin) - (partial ? 1 : 0);
   const int32_t mine = (static_cast<int32_t>(threadIdx.x) % kWarpLanes) >> lane.lanes_log2;
   const bool rotated = is_rotated(codec, codec.group_elems);
-  const bool whole = codec.group_elems == kElems << lane.lanes_log2;
+  const bool whole = codec.group_elems == kLaneElems << lane.lanes_log2;
   const int32_t warp = static_cast<int32_t>(threadIdx.x) / kWarpLanes;
 #pragma unroll 1
   for (int32_t first = warp * job.groups_per_task; first < full; first += kPeerWarps * job.groups_per_task) {
@@ -83,55 +83,59 @@ __device__ __forceinline__ void for_each_group_of(const PeerJob& job, Lane& lane
 }
 
 // ---- stages -------------------------------------------------------------------------------------------------------
+// Functions of their own, so that none holds registers for what the others keep over their groups.
 
-template <DType kDType, int kElems, bool kFeedback>
-__device__ __forceinline__ void push_tile(const PeerJob& job, Lane& lane, const TileAt& tile, std::byte* slot) {
+template <Spread kSpread>
+__device__ __forceinline__ Lane<kSpread> lane_of(const PeerJob& job, const TileAt& tile, int32_t rescale_log2) {
+  return make_lane<kSpread>(job.site, job.state_layout, tile.groups.begin, rescale_log2);
+}
+
+template <DType kDType, int kBits, StateKind kState>
+__device__ __noinline__ void push_tile(const PeerJob& job, int32_t rescale_log2, const TileAt& tile, std::byte* slot) {
+  const auto lane = lane_of<Spread::kRuns>(job, tile, rescale_log2);
   const TileView<std::byte> view = view_tile(job.site.plan.codec, tile.room, slot);
-  for_each_group_of<kElems>(job, lane, tile.groups, [&](const GroupAt& at) {
-    float x[kElems];
-    float c[kElems];
-    float decoded[kElems];
-    load_contribution<kDType, kFeedback>(lane, at, x, c);
-    store_encoded(lane, at, encode_group(lane, at, x, decoded), view);
-    update_after_push<kFeedback>(lane, at, x, c, decoded);
+  for_each_group_of(job, lane, tile.groups, [&](const GroupAt& at) {
+    float x[kLaneElems];
+    Correction<kState> correction;
+    const Extremes extremes = load_measured_contribution<kDType>(lane, at, x, correction);
+    const Encoded<kBits> encoded = encode_group<kBits>(lane, at, x, extremes);
+    store_encoded(lane, at, encoded, view);
+    update_after_push(lane, at, x, correction, encoded);
   });
 }
 
-template <DType kDType, int kElems, bool kFeedback>
-__device__ __forceinline__ void reduce_tile(const PeerJob& job, Lane& lane, const TileAt& tile, const PeerTiles& copies,
-                                            int64_t gather_offset) {
+template <DType kDType, int kBits, StateKind kState, bool kLate>
+__device__ __noinline__ void reduce_tile(const PeerJob& job, int32_t rescale_log2, const TileAt& tile,
+                                         const PeerTiles& copies, int64_t gather_offset) {
   const Plan& plan = job.site.plan;
-  for_each_group_of<kElems>(job, lane, tile.groups, [&](const GroupAt& at) {
-    float x[kElems];
-    float c[kElems];
-    float sum[kElems];
-    float decoded[kElems];
-    const Copies<kElems> pushed{plan, tile.room, copies};
-    const Encoded<kElems> first = pushed.load(lane, at, pushed.after(-1));
-    load_contribution<kDType, kFeedback>(lane, at, x, c);
-    sum_ranks(pushed, lane, at, first, x, sum);
-    const Encoded<kElems> encoded = encode_group(lane, at, sum, decoded);
+  const auto lane = lane_of<Spread::kRuns>(job, tile, rescale_log2);
+  const Copies<kBits> pushed{plan, tile.room, copies};
+  for_each_group_of(job, lane, tile.groups, [&](const GroupAt& at) {
+    float sum[kLaneElems];
+    Correction<kState> correction;
+    load_sum<kDType, kLate>(pushed, lane, at, sum, correction);
+    const Extremes extremes = group_extremes(lane, at, sum);
+    const Encoded<kBits> encoded = encode_group<kBits>(lane, at, sum, extremes);
 #pragma unroll 1
     for (int32_t turn = 1; turn < plan.world_size; ++turn) {
       const int32_t peer = plan.rank + turn < plan.world_size ? plan.rank + turn : plan.rank + turn - plan.world_size;
       store_encoded(lane, at, encoded, view_tile(plan.codec, tile.room, job.slabs[peer] + gather_offset));
     }
-    update_after_reduce<kDType, kFeedback>(lane, at, sum, c, decoded);
-    update_from_result<kDType, kFeedback>(lane, at, decoded);
-    rotate_exit(lane, at, decoded);
-    store_elements<kDType>(lane, at, decoded);
+    update_after_reduce<kDType>(lane, at, sum, correction, encoded);
+    update_from_result<kDType, kState>(lane, at, encoded);
+    deliver<kDType>(lane, at, encoded);
   });
 }
 
-template <DType kDType, int kElems, bool kFeedback>
-__device__ __forceinline__ void tail_tile(const PeerJob& job, Lane& lane, const TileAt& tile, const std::byte* slot) {
+template <DType kDType, int kBits, StateKind kState>
+__device__ __noinline__ void tail_tile(const PeerJob& job, int32_t rescale_log2, const TileAt& tile,
+                                       const std::byte* slot) {
+  const auto lane = lane_of<Spread::kChunks>(job, tile, rescale_log2);
   const TileView<const std::byte> view = view_tile(job.site.plan.codec, tile.room, slot);
-  for_each_group_of<kElems>(job, lane, tile.groups, [&](const GroupAt& at) {
-    float decoded[kElems];
-    decode_group(lane, load_encoded<kElems>(lane, at, view), decoded);
-    update_from_result<kDType, kFeedback>(lane, at, decoded);
-    rotate_exit(lane, at, decoded);
-    store_elements<kDType>(lane, at, decoded);
+  for_each_group_of(job, lane, tile.groups, [&](const GroupAt& at) {
+    const Encoded<kBits> encoded = load_encoded<kBits>(lane, at, view);
+    update_from_result<kDType, kState>(lane, at, encoded);
+    deliver<kDType>(lane, at, encoded);
   });
 }
 
@@ -235,7 +239,7 @@ __device__ __forceinline__ void close_peer_call(const PeerJob& job) {
   job.group->in_use = 0;
 }
 
-template <DType kDType, int kElems, bool kFeedback>
+template <DType kDType, int kBits, StateKind kState, bool kLate>
 __device__ __forceinline__ bool walk_lane(const PeerJob& job, const WaitContext& context, const OpenCall& call) {
   const Plan& plan = job.site.plan;
   const SlabShape& shape = job.shape;
@@ -243,7 +247,6 @@ __device__ __forceinline__ bool walk_lane(const PeerJob& job, const WaitContext&
   const auto index = static_cast<int32_t>(blockIdx.x);
   const int64_t lanes = gridDim.x;
   const int64_t mine = (job.tiles - index + lanes - 1) / lanes;
-  Lane lane = make_lane<kElems>(job.site, job.state_layout, 0, call.rescale_log2);
 
   const auto slot = [&](int64_t i) {
     return static_cast<int32_t>((call.first + static_cast<uint32_t>(i)) % kRingSlots);
@@ -270,8 +273,8 @@ __device__ __forceinline__ bool walk_lane(const PeerJob& job, const WaitContext&
 #pragma unroll 1
       for (int32_t turn = 1; turn < shape.world_size; ++turn) {
         const int32_t peer = peer_at(turn);
-        push_tile<kDType, kElems, kFeedback>(job, lane, tile_of(job, peer, index + i * lanes),
-                                             job.slabs[peer] + slot_offset(shape, index, Stage::kPush, rank, slot(i)));
+        push_tile<kDType, kBits, kState>(job, call.rescale_log2, tile_of(job, peer, index + i * lanes),
+                                         job.slabs[peer] + slot_offset(shape, index, Stage::kPush, rank, slot(i)));
       }
       hand_over(Stage::kPush, i);
     }
@@ -284,17 +287,16 @@ __device__ __forceinline__ bool walk_lane(const PeerJob& job, const WaitContext&
     if (const int64_t i = step - kLookAhead; i >= 0 && i < mine) {  // reduce, gather
       const PeerTiles copies{job.slabs[rank] + slot_offset(shape, index, Stage::kPush, 0, slot(i)),
                              kRingSlots * shape.slot_bytes};
-      reduce_tile<kDType, kElems, kFeedback>(job, lane, tile_of(job, rank, index + i * lanes), copies,
-                                             slot_offset(shape, index, Stage::kGather, rank, slot(i)));
+      reduce_tile<kDType, kBits, kState, kLate>(job, call.rescale_log2, tile_of(job, rank, index + i * lanes), copies,
+                                                slot_offset(shape, index, Stage::kGather, rank, slot(i)));
       hand_over(Stage::kGather, i);
     }
     if (const int64_t i = step - 2 * kLookAhead; i >= 0) {  // tail
 #pragma unroll 1
       for (int32_t turn = 1; turn < shape.world_size; ++turn) {
         const int32_t owner = peer_at(turn);
-        tail_tile<kDType, kElems, kFeedback>(
-            job, lane, tile_of(job, owner, index + i * lanes),
-            job.slabs[rank] + slot_offset(shape, index, Stage::kGather, owner, slot(i)));
+        tail_tile<kDType, kBits, kState>(job, call.rescale_log2, tile_of(job, owner, index + i * lanes),
+                                         job.slabs[rank] + slot_offset(shape, index, Stage::kGather, owner, slot(i)));
       }
     }
   }
@@ -302,21 +304,18 @@ __device__ __forceinline__ bool walk_lane(const PeerJob& job, const WaitContext&
   return true;
 }
 
-// Blocks of one multiprocessor, without and with the compensator: what a kernel's registers leave room for, and so how
-// many lanes a call may have.
-template <int kElems, bool kFeedback>
-constexpr int kPeerBlocks = kElems == 32 || kFeedback ? 1 : 2;
+// Blocks of one multiprocessor that the kernels' registers leave room for, and so how many lanes a call may have.
 constexpr int kMostPeerBlocks = 2;
+constexpr int peer_blocks(StateKind state) { return state == StateKind::kNone ? kMostPeerBlocks : 1; }
 
-template <DType kDType, int kElems, bool kFeedback>
-__global__ void __launch_bounds__(kPeerThreads, (kPeerBlocks<kElems, kFeedback>))
-    peer_kernel(const __grid_constant__ PeerJob job) {
+template <DType kDType, int kBits, StateKind kState, bool kLate>
+__global__ void __launch_bounds__(kPeerThreads, peer_blocks(kState)) peer_kernel(const __grid_constant__ PeerJob job) {
   __shared__ WaitContext context;
   const OpenCall call = open_peer_call(job, context);
   if (call.failed) {
     fill_lane_with_nan<kDType>(job, blockIdx.x);
   } else {
-    walk_lane<kDType, kElems, kFeedback>(job, context, call);
+    walk_lane<kDType, kBits, kState, kLate>(job, context, call);
   }
   close_peer_call(job);
 }

@@ -8,12 +8,13 @@
 
 namespace echo::cuda {
 
-// How a plan is laid out over the threads of a kernel.
+// Which kernel serves a plan on this rank, and how many of its blocks a multiprocessor holds.
 struct KernelShape {
-  int32_t elems_per_lane;
-  int32_t groups_per_task;
-  bool feedback;
-  int32_t blocks_per_multiprocessor;
+  int32_t bits = 4;
+  StateKind state = StateKind::kNone;
+  bool late = false;  // this rank is none of the first two
+  int32_t groups_per_task = 1;
+  int32_t blocks_per_multiprocessor = 1;
 };
 
 template <DType kDType>

@@ -21,6 +21,45 @@ static __device__ __forceinline__ float max_or_nan(float x, float y) {
   return result;
 }
 
+// The larger of both halves of two words, as bfloat16 and as float16; NaN if either is NaN.
+static __device__ __forceinline__ uint32_t max_pair_or_nan_bfloat16(uint32_t x, uint32_t y) {
+  uint32_t result;
+  asm("max.NaN.bf16x2 %0, %1, %2;" : "=r"(result) : "r"(x), "r"(y));
+  return result;
+}
+
+static __device__ __forceinline__ uint32_t min_pair_or_nan_bfloat16(uint32_t x, uint32_t y) {
+  uint32_t result;
+  asm("min.NaN.bf16x2 %0, %1, %2;" : "=r"(result) : "r"(x), "r"(y));
+  return result;
+}
+
+static __device__ __forceinline__ uint32_t max_pair_or_nan_float16(uint32_t x, uint32_t y) {
+  uint32_t result;
+  asm("max.NaN.f16x2 %0, %1, %2;" : "=r"(result) : "r"(x), "r"(y));
+  return result;
+}
+
+static __device__ __forceinline__ uint32_t min_pair_or_nan_float16(uint32_t x, uint32_t y) {
+  uint32_t result;
+  asm("min.NaN.f16x2 %0, %1, %2;" : "=r"(result) : "r"(x), "r"(y));
+  return result;
+}
+
+// 1/x to within an ulp, for normal x whose inverse is normal.
+static __device__ __forceinline__ float rough_reciprocal(float x) {
+  float result;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
+  return result;
+}
+
+// ceil16 to fp16 of a value in fp16's range.
+static __device__ __forceinline__ uint16_t ceil_float16(float x) {
+  uint16_t result;
+  asm("cvt.rp.f16.f32 %0, %1;" : "=h"(result) : "f"(x));
+  return result;
+}
+
 // to_bfloat16 and to_float16 of two values that are not NaN, `low` in bits 0..15.
 static __device__ __forceinline__ uint32_t round_pair_bfloat16(float low, float high) {
   uint32_t pair;

@@ -7,12 +7,13 @@
 #include <new>
 #include <stdexcept>
 
+#include "../core/reduce.h"
 #include "stage_kernels.cuh"
 
 namespace echo::cuda {
 namespace {
 
-// Enough blocks that an uneven end costs little, few enough that a thread's set-up serves several groups.
+// Of the kernels that only look at elements: enough that an uneven end costs little.
 constexpr int kBlocksPerMultiprocessor = 16;
 
 // ---- the call's opening -------------------------------------------------------------------------------------------
@@ -67,13 +68,18 @@ void check(cudaError_t result, const char* what) {
   if (result != cudaSuccess) throw std::runtime_error(std::string(what) + ": " + cudaGetErrorString(result));
 }
 
-unsigned grid_blocks(int64_t wanted) {
+unsigned grid_blocks(int64_t wanted, int per_multiprocessor) {
   int device = 0;
   int multiprocessors = 0;
   check(cudaGetDevice(&device), "cudaGetDevice");
   check(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device), "cudaDeviceGetAttribute");
-  const int64_t most = static_cast<int64_t>(multiprocessors) * kBlocksPerMultiprocessor;
+  const int64_t most = static_cast<int64_t>(multiprocessors) * per_multiprocessor;
   return static_cast<unsigned>(wanted < 1 ? 1 : min_i64(wanted, most));
+}
+
+// One wave: a block's set-up and its last groups cost once, and the groups go evenly over warps.
+unsigned stage_blocks(const Job& job, int resident) {
+  return grid_blocks(ceil_div(job.list.tasks, kWarpsPerBlock), resident);
 }
 
 cudaStream_t stream_of(const Call& call) { return static_cast<cudaStream_t>(call.stream); }
@@ -100,23 +106,29 @@ TaskList list_tasks(const Plan& plan, const GroupRange& groups, int32_t groups_p
   return list;
 }
 
-// Calls body<kDType, kElems, kFeedback>(blocks, job) with the kernel's shape for this plan.
+// Calls body<kDType, kBits, kState>(job) for a plan and what a stage needs of its state.
 template <typename Body>
-void with_shape(const Call& call, const GroupRange& groups, int64_t tile_groups, bool feedback, Body body) {
+void with_shape(const Call& call, const GroupRange& groups, int64_t tile_groups, StateKind state, Body body) {
   const Plan& plan = call.site.plan;
-  const int32_t elems = elems_per_lane(plan.codec);
   const Job job{.site = call.site,
                 .state_layout = make_state_layout(plan),
                 .groups = groups,
                 .tile_groups = tile_groups,
                 .agreed = call.agreed,
-                .list = list_tasks(plan, groups, groups_per_task(plan.codec, elems))};
-  const unsigned blocks = grid_blocks(ceil_div(job.list.tasks, kWarpsPerBlock));
+                .list = list_tasks(plan, groups, groups_per_task(plan.codec))};
   with_dtype(plan.dtype, [&]<DType kDType>() {
-    if (elems == 32 && feedback) return body.template operator()<kDType, 32, true>(blocks, job);
-    if (elems == 32) return body.template operator()<kDType, 32, false>(blocks, job);
-    if (feedback) return body.template operator()<kDType, 16, true>(blocks, job);
-    return body.template operator()<kDType, 16, false>(blocks, job);
+    const auto with_state = [&]<int kBits>() {
+      switch (state) {
+        case StateKind::kNone:
+          return body.template operator()<kDType, kBits, StateKind::kNone>(job);
+        case StateKind::kInt8:
+          return body.template operator()<kDType, kBits, StateKind::kInt8>(job);
+        case StateKind::kWide:
+          return body.template operator()<kDType, kBits, StateKind::kWide>(job);
+      }
+    };
+    if (plan.codec.bits == 8) return with_state.template operator()<8>();
+    with_state.template operator()<4>();
   });
 }
 
@@ -167,7 +179,7 @@ void write_record(const Call& call, const CallRecord& record, bool rescale, Call
   check(cudaGetLastError(), "echo write_record");
   if (!rescale) return;
   const Plan& plan = call.site.plan;
-  const unsigned blocks = grid_blocks(ceil_div(plan.numel, kThreads * kChunkElems));
+  const unsigned blocks = grid_blocks(ceil_div(plan.numel, kThreads * kChunkElems), kBlocksPerMultiprocessor);
   with_dtype(plan.dtype, [&]<DType kDType>() {
     max_magnitude_kernel<kDType>
         <<<blocks, kThreads, 0, stream_of(call)>>>(call.site.tensor, plan.numel, &out->max_magnitude);
@@ -182,29 +194,34 @@ void open_call(const Call& call, const CallRecord* records, CallState* agreed, D
 }
 
 void push(const Call& call, GroupRange groups, int64_t tile_groups, std::byte* tile) {
-  with_shape(call, groups, tile_groups, call.site.plan.feedback.enabled,
-             [&]<DType kDType, int kElems, bool kFeedback>(unsigned blocks, const Job& job) {
-               push_kernel<kDType, kElems, kFeedback><<<blocks, kThreads, 0, stream_of(call)>>>(job, tile);
+  with_shape(call, groups, tile_groups, state_kind(call.site.plan),
+             [&]<DType kDType, int kBits, StateKind kState>(const Job& job) {
+               push_kernel<kDType, kBits, kState>
+                   <<<stage_blocks(job, push_blocks(kState)), kThreads, 0, stream_of(call)>>>(job, tile);
              });
   check(cudaGetLastError(), "echo push");
 }
 
 void reduce(const Call& call, GroupRange groups, int64_t tile_groups, PeerTiles peers, std::byte* tile) {
   if (call.site.plan.world_size < 2) throw std::invalid_argument("echo reduce: a rank alone has nothing to reduce");
-  with_shape(call, groups, tile_groups, call.site.plan.feedback.enabled,
-             [&]<DType kDType, int kElems, bool kFeedback>(unsigned blocks, const Job& job) {
-               reduce_kernel<kDType, kElems, kFeedback><<<blocks, kThreads, 0, stream_of(call)>>>(job, peers, tile);
+  with_shape(call, groups, tile_groups, state_kind(call.site.plan),
+             [&]<DType kDType, int kBits, StateKind kState>(const Job& job) {
+               auto* kernel = call.site.plan.rank < 2 ? reduce_kernel<kDType, kBits, kState, false>
+                                                      : reduce_kernel<kDType, kBits, kState, true>;
+               const int resident = reduce_blocks(kState, call.site.plan.rank >= 2);
+               kernel<<<stage_blocks(job, resident), kThreads, 0, stream_of(call)>>>(job, peers, tile);
              });
   check(cudaGetLastError(), "echo reduce");
 }
 
 void tail(const Call& call, GroupRange groups, int64_t tile_groups, const std::byte* tile) {
   if (groups.begin >= groups.end) return;
-  const Feedback& fb = call.site.plan.feedback;
-  with_shape(call, groups, tile_groups, fb.enabled && fb.residual == Residual::kGroup,
-             [&]<DType kDType, int kElems, bool kFeedback>(unsigned blocks, const Job& job) {
-               tail_kernel<kDType, kElems, kFeedback><<<blocks, kThreads, 0, stream_of(call)>>>(job, tile);
-             });
+  const Plan& plan = call.site.plan;
+  const StateKind state = plan.feedback.residual == Residual::kGroup ? state_kind(plan) : StateKind::kNone;
+  with_shape(call, groups, tile_groups, state, [&]<DType kDType, int kBits, StateKind kState>(const Job& job) {
+    tail_kernel<kDType, kBits, kState>
+        <<<stage_blocks(job, tail_blocks(kState)), kThreads, 0, stream_of(call)>>>(job, tile);
+  });
   check(cudaGetLastError(), "echo tail");
 }
 

@@ -1,201 +1,286 @@
 // The compensator's state of one group, and the contribution that it corrects; offsets come from core/tile.h.
 #pragma once
 
-#include "group_device.cuh"
+#include "codec_device.cuh"
+#include "int8_state_device.cuh"
+#include "rotation_device.cuh"
 
 namespace echo::cuda {
 
-static __device__ __forceinline__ std::byte* average_base(const Lane& lane, int which) {
-  return static_cast<std::byte*>(lane.site.state) + which * lane.state_layout.average_bytes;
+// What a kernel is made for: a plan without the compensator, or with int8 state, or with any other.
+enum class StateKind { kNone, kInt8, kWide };
+
+// ---- other formats ------------------------------------------------------------------------------------------------
+
+template <DType kDType, Spread kSpread>
+static __device__ __forceinline__ void load_wide_average(const Lane<kSpread>& lane, const GroupAt& at,
+                                                         const std::byte* base, float (&out)[kLaneElems]) {
+  ChunkWords<kBytesOf<kDType>> words[kLaneChunks];
+  load_elements<kBytesOf<kDType>>(lane, at, base, true, words);
+  widen_elements<kDType>(words, out);
 }
 
-// Where this lane's group has its scale, in int8 state.
-static __device__ __forceinline__ uint16_t* scale_at(const Lane& lane, const GroupAt& at, std::byte* base) {
-  return reinterpret_cast<uint16_t*>(base + lane.state_layout.scales_offset) + lane.first_group + at.slot;
-}
-
-template <DType kDType, int kElems>
-static __device__ __forceinline__ void load_wide_average(const Lane& lane, const GroupAt& at, const std::byte* base,
-                                                         float (&out)[kElems]) {
-#pragma unroll
-  for (int part = 0; part < kElems / kChunkElems; ++part) {
-    const std::byte* from = base + elem_index(lane, at, part) * kBytesOf<kDType>;
-    widen_chunk<kDType>(load_chunk<kBytesOf<kDType>>(from, remaining_in(lane, at, part), true),
-                        out + kChunkElems * part);
-  }
-}
-
-// One stored average (0: c, 1: m1); absent slots are 0.
-template <int kElems>
-static __device__ __forceinline__ void load_average(const Lane& lane, const GroupAt& at, int which,
-                                                    float (&out)[kElems]) {
-  const Plan& plan = lane.site.plan;
-  std::byte* base = average_base(lane, which);
-  switch (plan.feedback.state_dtype) {
-    case StateDType::kFloat32:
-      return load_wide_average<DType::kFloat32>(lane, at, base, out);
-    case StateDType::kBFloat16:
-      return load_wide_average<DType::kBFloat16>(lane, at, base, out);
-    case StateDType::kFloat16:
-      return load_wide_average<DType::kFloat16>(lane, at, base, out);
-    case StateDType::kInt8:
-      break;
-  }
-  const float scale = from_bfloat16(at.elems > 0 ? *scale_at(lane, at, base) : uint16_t{0});
-#pragma unroll
-  for (int part = 0; part < kElems / kChunkElems; ++part) {
-    const ChunkWords<1> words = load_chunk<1>(base + elem_index(lane, at, part), remaining_in(lane, at, part), true);
-    unpack_chunk(CodeWords{{words.at[0], words.at[1]}}, 8, code_form(8, true), out + kChunkElems * part);
-  }
-#pragma unroll
-  for (int e = 0; e < kElems; ++e) out[e] = scale * out[e];
-}
-
-template <StateDType kState, int kElems>
-static __device__ __forceinline__ void store_wide_average(const Lane& lane, const GroupAt& at, std::byte* base,
-                                                          const float (&values)[kElems]) {
-  constexpr int kBytes = kState == StateDType::kFloat32 ? 4 : 2;
-#pragma unroll
-  for (int part = 0; part < kElems / kChunkElems; ++part) {
-    const float* x = values + kChunkElems * part;
-    ChunkWords<kBytes> words;
-#pragma unroll
-    for (int i = 0; i < kChunkElems; ++i) {
-      if constexpr (kState == StateDType::kFloat32) {
-        words.at[i] = bits_of(x[i]);
-      } else if (i % 2 == 0) {
-        words.at[i / 2] = store_state16(x[i], kState) | static_cast<uint32_t>(store_state16(x[i + 1], kState)) << 16;
-      }
-    }
-    store_chunk(words, base + elem_index(lane, at, part) * kBytes, remaining_in(lane, at, part), true);
-  }
-}
-
-template <int kElems>
-static __device__ __forceinline__ void store_int8_average(const Lane& lane, const GroupAt& at, std::byte* base,
-                                                          const float (&values)[kElems]) {
-  float largest = 0.0f;
-#pragma unroll
-  for (int e = 0; e < kElems; ++e) largest = fmaxf(largest, fabsf(values[e]));
-#pragma unroll 1
-  for (int stride = 1; stride < 1 << lane.lanes_log2; stride *= 2) {
-    largest = fmaxf(largest, __shfl_xor_sync(kAllLanes, largest, stride));
-  }
-  const uint16_t scale_bits = int8_state_scale(bits_of(largest));
-  const float inverse = int8_state_inverse(scale_bits);
-  if (at.elems > 0 && lane.index == 0) *scale_at(lane, at, base) = scale_bits;
-#pragma unroll
-  for (int part = 0; part < kElems / kChunkElems; ++part) {
-    float codes[kChunkElems];
-#pragma unroll
-    for (int i = 0; i < kChunkElems; ++i) codes[i] = encode_int8_state(values[kChunkElems * part + i], inverse);
-    const CodeWords words = pack_chunk(codes, 8, code_form(8, true));
-    store_chunk(ChunkWords<1>{{words.at[0], words.at[1]}}, base + elem_index(lane, at, part),
-                remaining_in(lane, at, part), true);
-  }
-}
-
-// Pre: values are finite, those of absent slots 0.
-template <int kElems>
-static __device__ __forceinline__ void store_average(const Lane& lane, const GroupAt& at, int which,
-                                                     const float (&values)[kElems]) {
+// One stored average (0: c, 1: m1) that is not int8; absent slots are 0.
+template <Spread kSpread>
+static __device__ __forceinline__ void load_average(const Lane<kSpread>& lane, const GroupAt& at, int which,
+                                                    float (&out)[kLaneElems]) {
   std::byte* base = average_base(lane, which);
   switch (lane.site.plan.feedback.state_dtype) {
     case StateDType::kFloat32:
-      return store_wide_average<StateDType::kFloat32>(lane, at, base, values);
-    case StateDType::kBFloat16:
-      return store_wide_average<StateDType::kBFloat16>(lane, at, base, values);
+      return load_wide_average<DType::kFloat32>(lane, at, base, out);
     case StateDType::kFloat16:
-      return store_wide_average<StateDType::kFloat16>(lane, at, base, values);
-    case StateDType::kInt8:
-      return store_int8_average(lane, at, base, values);
+      return load_wide_average<DType::kFloat16>(lane, at, base, out);
+    default:
+      return load_wide_average<DType::kBFloat16>(lane, at, base, out);
   }
 }
 
-// The contribution as sent: rotated, then compensated. `c` is the stored correction, 0 where none is added. Without
-// kFeedback the plan has none.
-template <DType kDType, bool kFeedback, int kElems>
-static __device__ __forceinline__ void load_contribution(const Lane& lane, const GroupAt& at, float (&x)[kElems],
-                                                         float (&c)[kElems]) {
-  const Plan& plan = lane.site.plan;
-  ChunkWords<kBytesOf<kDType>> words[kElems / kChunkElems];
+template <DType kDType, Spread kSpread>
+static __device__ __forceinline__ void store_wide_average(const Lane<kSpread>& lane, const GroupAt& at, std::byte* base,
+                                                          const float (&values)[kLaneElems]) {
+  ChunkWords<kBytesOf<kDType>> words[kLaneChunks];
 #pragma unroll
-  for (int part = 0; part < kElems / kChunkElems; ++part) {
-    const std::byte* from =
-        static_cast<const std::byte*>(lane.site.tensor) + elem_index(lane, at, part) * kBytesOf<kDType>;
-    words[part] = load_chunk<kBytesOf<kDType>>(from, remaining_in(lane, at, part), lane.tensor_aligned);
+  for (int part = 0; part < kLaneChunks; ++part) words[part] = narrow_numbers<kDType>(values + kChunkElems * part);
+  store_words(lane, at, base, true, words);
+}
+
+// The smallest magnitude that a format does not store but as 0: half a step above its largest value, Inf in fp32.
+static __device__ __forceinline__ float state_limit(StateDType dtype) {
+  return float_of(dtype == StateDType::kBFloat16  ? 0x7f7f8000u
+                  : dtype == StateDType::kFloat16 ? 0x477ff000u
+                                                  : kInfBits32);
+}
+
+static __device__ __forceinline__ float largest_magnitude(const float (&values)[kLaneElems]) {
+  float largest = fabsf(values[0]);
+#pragma unroll
+  for (int e = 1; e < kLaneElems; ++e) largest = max_or_nan(largest, fabsf(values[e]));
+  return largest;
+}
+
+// Values that the format cannot hold, NaN included, become 0. Pre: those of absent slots are 0.
+template <StateKind kState, Spread kSpread>
+static __device__ __forceinline__ void store_average(const Lane<kSpread>& lane, const GroupAt& at, int which,
+                                                     float (&values)[kLaneElems]) {
+  std::byte* base = average_base(lane, which);
+  const StateDType dtype = kState == StateKind::kInt8 ? StateDType::kInt8 : lane.site.plan.feedback.state_dtype;
+  const float limit = state_limit(dtype);
+  float largest = largest_magnitude(values);
+  if (!(largest < limit)) {
+#pragma unroll
+    for (int e = 0; e < kLaneElems; ++e) values[e] = fabsf(values[e]) < limit ? values[e] : 0.0f;
+    largest = largest_magnitude(values);
   }
-#pragma unroll
-  for (int e = 0; e < kElems; ++e) c[e] = 0.0f;
-  const bool corrected = kFeedback && plan.feedback.enabled && !plan.first_site;
-  if constexpr (kFeedback) {
-    if (corrected) load_average(lane, at, 0, c);
-  }
-#pragma unroll
-  for (int part = 0; part < kElems / kChunkElems; ++part) widen_chunk<kDType>(words[part], x + kChunkElems * part);
-  rotate_entry(lane, at, x);
-  if (corrected) {
-#pragma unroll
-    for (int e = 0; e < kElems; ++e) x[e] = x[e] + c[e];
+  if constexpr (kState == StateKind::kInt8) return store_int8_average(lane, at, base, largest, values);
+  switch (dtype) {
+    case StateDType::kFloat32:
+      return store_wide_average<DType::kFloat32>(lane, at, base, values);
+    case StateDType::kFloat16:
+      return store_wide_average<DType::kFloat16>(lane, at, base, values);
+    default:
+      return store_wide_average<DType::kBFloat16>(lane, at, base, values);
   }
 }
 
-// residual_reference of the core, element by element; a residual that is not a number counts as 0 whatever its NaN.
-template <DType kDType, int kElems>
-static __device__ __forceinline__ void to_residual_reference(const Lane& lane, float (&decoded)[kElems]) {
-  if (lane.site.plan.codec.rotation_log2 > 0) return;
-#pragma unroll
-  for (int part = 0; part < kElems / kChunkElems; ++part) {
-    float* x = decoded + kChunkElems * part;
-    widen_chunk<kDType>(narrow_numbers<kDType>(x), x);
+// ---- contribution -------------------------------------------------------------------------------------------------
+
+// What a group's update needs of the old state, if there is one: c, and of int8 state m1, asked for early because the
+// update would have nothing to do while it waits. int8 stays as stored, which takes a quarter of the registers.
+template <StateKind kState>
+struct Correction {
+  float c[kLaneElems];
+};
+
+template <>
+struct Correction<StateKind::kInt8> {
+  Int8Average c;
+  Int8Average m1;
+};
+
+template <Spread kSpread>
+static __device__ __forceinline__ bool is_corrected(const Lane<kSpread>& lane) {
+  return lane.site.plan.feedback.enabled && !lane.site.plan.first_site;
+}
+
+template <StateKind kState, Spread kSpread>
+static __device__ __forceinline__ void load_correction(const Lane<kSpread>& lane, const GroupAt& at,
+                                                       Correction<kState>& correction) {
+  if constexpr (kState == StateKind::kInt8) {
+    load_int8_average(lane, at, 0, correction.c);
+    if (lane.site.plan.feedback.k2 != 0.0f) load_int8_average(lane, at, 1, correction.m1);
+  } else {
+    load_average(lane, at, 0, correction.c);
   }
 }
 
-template <int kElems>
-static __device__ __forceinline__ void next_state(bool first, const Feedback& fb, const float (&u)[kElems],
-                                                  float (&c)[kElems], float (&m1)[kElems]) {
-  if (first) {
-#pragma unroll
-    for (int e = 0; e < kElems; ++e) {
-      const StateElem next = update_element(StateElem{}, u[e], true, fb);
-      c[e] = next.c;
-      m1[e] = next.m1;
+// The contribution as sent: rotated, then compensated. kMeasured: the extremes too; overwrites absent slots of x then.
+template <DType kDType, StateKind kState, bool kMeasured, Spread kSpread>
+static __device__ __forceinline__ Extremes contribution(const Lane<kSpread>& lane, const GroupAt& at,
+                                                        float (&x)[kLaneElems], Correction<kState>& correction) {
+  ChunkWords<kBytesOf<kDType>> words[kLaneChunks];
+  load_elements<kBytesOf<kDType>>(lane, at, static_cast<const std::byte*>(lane.site.tensor), lane.tensor_aligned,
+                                  words);
+  [[maybe_unused]] bool corrected = false;
+  if constexpr (kState != StateKind::kNone) {
+    corrected = is_corrected(lane);
+    if (corrected) load_correction(lane, at, correction);
+  }
+  if constexpr (kMeasured && kState == StateKind::kNone && kDType != DType::kFloat32) {
+    if (!at.rotated && at.dense) {
+      widen_elements<kDType>(words, x);
+      return word_extremes<kDType>(lane, words);
     }
+  }
+  if (at.rotated) flip_signs<kDType>(lane, words);
+  widen_elements<kDType>(words, x);
+  rotate_entry(lane, at, x);
+  if constexpr (kState != StateKind::kNone) {
+    if (corrected) {
+      if constexpr (kState == StateKind::kInt8) {
+        add_int8_average(correction.c, x);
+      } else {
+#pragma unroll
+        for (int e = 0; e < kLaneElems; ++e) x[e] = x[e] + correction.c[e];
+      }
+    }
+  }
+  if constexpr (kMeasured) return group_extremes(lane, at, x);
+  return Extremes{};
+}
+
+template <DType kDType, StateKind kState, Spread kSpread>
+static __device__ __forceinline__ void load_contribution(const Lane<kSpread>& lane, const GroupAt& at,
+                                                         float (&x)[kLaneElems], Correction<kState>& correction) {
+  contribution<kDType, kState, false>(lane, at, x, correction);
+}
+
+template <DType kDType, StateKind kState, Spread kSpread>
+static __device__ __forceinline__ Extremes load_measured_contribution(const Lane<kSpread>& lane, const GroupAt& at,
+                                                                      float (&x)[kLaneElems],
+                                                                      Correction<kState>& correction) {
+  return contribution<kDType, kState, true>(lane, at, x, correction);
+}
+
+// ---- update -------------------------------------------------------------------------------------------------------
+
+// residual_reference of the core, for a chunk; a residual that is not a number counts as 0 whatever its NaN.
+template <DType kDType, Spread kSpread>
+static __device__ __forceinline__ void to_residual_reference(const Lane<kSpread>& lane, float (&decoded)[kChunkElems]) {
+  if (lane.site.plan.codec.rotation_log2 > 0) return;
+  widen_chunk<kDType>(narrow_numbers<kDType>(decoded), decoded);
+}
+
+// A chunk of an old average, times 1 / factor: a power of two, which coefficients take over without rounding.
+struct OldChunk {
+  float values[kChunkElems];
+  float factor;
+};
+
+static __device__ __forceinline__ OldChunk old_int8(const Int8Average& stored, int part) {
+  const Int8Decoder decoder = make_int8_decoder(stored.scale_bits);
+  OldChunk old;
+  old.factor = decoder.factor;
+  widen_int8_chunk(decoder, stored.words[part], old.values);
+  return old;
+}
+
+static __device__ __forceinline__ OldChunk old_wide(const float (&average)[kLaneElems], int part) {
+  OldChunk old;
+  old.factor = 1.0f;
+#pragma unroll
+  for (int i = 0; i < kChunkElems; ++i) old.values[i] = average[kChunkElems * part + i];
+  return old;
+}
+
+// update_element of the core for finite u, where there is an old state; what is not finite afterwards is left to
+// store_average.
+static __device__ __forceinline__ void next_two_averages(const Feedback& fb, const OldChunk& old_c,
+                                                         const OldChunk& old_m1, const float* u, float* c, float* m1) {
+  const float beta2 = fb.beta2 * old_c.factor;
+  const float k2 = fb.k2 * old_m1.factor;
+  const float beta1 = fb.beta1 * old_m1.factor;
+#pragma unroll
+  for (int i = 0; i < kChunkElems; ++i) {
+    c[i] = (beta2 * old_c.values[i] + k2 * old_m1.values[i]) + fb.k3 * u[i];
+    m1[i] = beta1 * old_m1.values[i] + fb.k1 * u[i];
+  }
+}
+
+static __device__ __forceinline__ void next_one_average(const Feedback& fb, const OldChunk& old_c, const float* u,
+                                                        float* c) {
+  const float beta2 = fb.beta2 * old_c.factor;
+#pragma unroll
+  for (int i = 0; i < kChunkElems; ++i) c[i] = beta2 * old_c.values[i] + fb.k3 * u[i];
+}
+
+// Turns u into the new m1.
+template <StateKind kState, Spread kSpread>
+static __device__ __forceinline__ void update_two_averages(const Lane<kSpread>& lane, const GroupAt& at,
+                                                           const Correction<kState>& correction, float (&u)[kLaneElems],
+                                                           float (&c)[kLaneElems]) {
+  const Feedback& fb = lane.site.plan.feedback;
+  if (lane.site.plan.first_site) {
+#pragma unroll
+    for (int e = 0; e < kLaneElems; ++e) {
+      c[e] = fb.k3 * u[e];
+      u[e] = fb.k1 * u[e];
+    }
+  } else if constexpr (kState == StateKind::kInt8) {
+#pragma unroll
+    for (int part = 0; part < kLaneChunks; ++part) {
+      const int first = kChunkElems * part;
+      next_two_averages(fb, old_int8(correction.c, part), old_int8(correction.m1, part), u + first, c + first,
+                        u + first);
+    }
+  } else {
+    float m1[kLaneElems];
+    load_average(lane, at, 1, m1);
+#pragma unroll
+    for (int part = 0; part < kLaneChunks; ++part) {
+      const int first = kChunkElems * part;
+      next_two_averages(fb, old_wide(correction.c, part), old_wide(m1, part), u + first, c + first, u + first);
+    }
+  }
+}
+
+template <StateKind kState, Spread kSpread>
+static __device__ __forceinline__ void update_one_average(const Lane<kSpread>& lane,
+                                                          const Correction<kState>& correction,
+                                                          const float (&u)[kLaneElems], float (&c)[kLaneElems]) {
+  const Feedback& fb = lane.site.plan.feedback;
+  if (lane.site.plan.first_site) {
+#pragma unroll
+    for (int e = 0; e < kLaneElems; ++e) c[e] = fb.k3 * u[e];
     return;
   }
 #pragma unroll
-  for (int e = 0; e < kElems; ++e) {
-    const StateElem next = update_element(StateElem{c[e], m1[e]}, u[e], false, fb);
-    c[e] = next.c;
-    m1[e] = next.m1;
+  for (int part = 0; part < kLaneChunks; ++part) {
+    const int first = kChunkElems * part;
+    if constexpr (kState == StateKind::kInt8) {
+      next_one_average(fb, old_int8(correction.c, part), u + first, c + first);
+    } else {
+      next_one_average(fb, old_wide(correction.c, part), u + first, c + first);
+    }
   }
 }
 
-// `u` holds the residual of each element as computed, `c` what load_contribution gave. Overwrites both.
-template <int kElems>
-static __device__ __forceinline__ void update_state(const Lane& lane, const GroupAt& at, float (&u)[kElems],
-                                                    float (&c)[kElems]) {
-  // Copies whose k2 the compiler knows to be zero or not, so that update_element has no branch left.
-  Feedback one_average = lane.site.plan.feedback;
-  const Feedback two_averages = one_average;
-  one_average.k2 = 0.0f;
-  const bool first = lane.site.plan.first_site;
+// `u` holds the residual of each element as computed and is overwritten, `correction` what load_contribution gave.
+template <StateKind kState, Spread kSpread>
+static __device__ __forceinline__ void update_state(const Lane<kSpread>& lane, const GroupAt& at,
+                                                    float (&u)[kLaneElems], const Correction<kState>& correction) {
   fill_absent(lane, at, 0.0f, u);
-  if (two_averages.k2 != 0.0f) {
-    float m1[kElems];
-    if (first) {
+  if (may_hold_nan(u)) {
 #pragma unroll
-      for (int e = 0; e < kElems; ++e) m1[e] = 0.0f;
-    } else {
-      load_average(lane, at, 1, m1);
-    }
-    __builtin_assume(two_averages.k2 != 0.0f);
-    next_state(first, two_averages, u, c, m1);
-    store_average(lane, at, 1, m1);
-  } else {
-    next_state(first, one_average, u, c, u);
+    for (int e = 0; e < kLaneElems; ++e) u[e] = finite_or_zero(u[e]);
   }
-  store_average(lane, at, 0, c);
+  float c[kLaneElems];
+  if (lane.site.plan.feedback.k2 != 0.0f) {
+    update_two_averages(lane, at, correction, u, c);
+    store_average<kState>(lane, at, 1, u);
+  } else {
+    update_one_average(lane, correction, u, c);
+  }
+  store_average<kState>(lane, at, 0, c);
 }
 
 }  // namespace echo::cuda

@@ -14,7 +14,7 @@
 #include <string>
 #include <vector>
 
-#include "../../backend/cuda/chunk_device.cuh"
+#include "../../backend/cuda/grid_device.cuh"
 #include "../../backend/cuda/stages.h"
 #include "check.h"
 #include "cuda_case.h"
@@ -228,6 +228,38 @@ ECHO_TEST(hardware_conversions_are_those_of_the_core) {
   const DeviceMemory wrong(8);
   check_cuda(cudaMemset(wrong.at, 0, 8));
   compare_conversions<<<2048, 256>>>(reinterpret_cast<unsigned long long*>(wrong.at));
+  check_cuda(cudaGetLastError());
+  unsigned long long count = 1;
+  check_cuda(cudaMemcpy(&count, wrong.at, 8, cudaMemcpyDeviceToHost));
+  CHECK_EQ(count, 0ull);
+}
+
+// Counts operands for which the short division or reciprocal differs from IEEE's: every bf16 and every fp16 as divisor,
+// and the numbers of levels; every fp32 significand as dividend, over the exponents that the codec lets through.
+__global__ void compare_divisions(unsigned long long* wrong) {
+  unsigned long long mine = 0;
+  for (uint32_t pattern = blockIdx.x * blockDim.x + threadIdx.x; pattern < 0x80000000u;
+       pattern += gridDim.x * blockDim.x) {
+    const float a = float_of(pattern);
+    if (!(a >= 0x1p-80f && a <= 0x1p101f)) continue;
+    for (const float levels : {7.0f, 15.0f, 127.0f, 255.0f})
+      mine += bits_of(cuda::divide_by_short(a, levels, 1.0f / levels)) != bits_of(a / levels);
+    const uint16_t hash = static_cast<uint16_t>(pattern * 0x9e3779b9u >> 16);
+    for (const float b : {from_bfloat16(hash & 0x7fffu), from_float16(hash & 0x7fffu)}) {
+      if (!(b >= 0x1p-70f && b <= 0x1p100f)) continue;
+      const float inverse = cuda::reciprocal_of_short(b);
+      mine += bits_of(inverse) != bits_of(1.0f / b);
+      if (a >= b * 0x1p-40f && a <= b * 0x1p20f)
+        mine += bits_of(cuda::divide_by_short(-a, b, inverse)) != bits_of(-a / b);
+    }
+  }
+  if (mine != 0) atomicAdd(wrong, mine);
+}
+
+ECHO_TEST(short_divisions_round_as_ieee) {
+  const DeviceMemory wrong(8);
+  check_cuda(cudaMemset(wrong.at, 0, 8));
+  compare_divisions<<<2048, 256>>>(reinterpret_cast<unsigned long long*>(wrong.at));
   check_cuda(cudaGetLastError());
   unsigned long long count = 1;
   check_cuda(cudaMemcpy(&count, wrong.at, 8, cudaMemcpyDeviceToHost));

@@ -1,0 +1,114 @@
+// int8 state of one group: codes of a byte and a bf16 scale for each average.
+#pragma once
+
+#include "../core/feedback.h"
+#include "code_device.cuh"
+#include "group_device.cuh"
+
+namespace echo::cuda {
+
+template <Spread kSpread>
+static __device__ __forceinline__ std::byte* average_base(const Lane<kSpread>& lane, int which) {
+  return static_cast<std::byte*>(lane.site.state) + which * lane.state_layout.average_bytes;
+}
+
+// Where this lane's group has its scale, in int8 state.
+template <Spread kSpread>
+static __device__ __forceinline__ uint16_t* scale_at(const Lane<kSpread>& lane, const GroupAt& at, std::byte* base) {
+  return reinterpret_cast<uint16_t*>(base + lane.state_layout.scales_offset) + lane.first_group + at.slot;
+}
+
+// One average as stored.
+struct Int8Average {
+  ChunkWords<1> words[kLaneChunks];
+  uint16_t scale_bits;
+};
+
+template <Spread kSpread>
+static __device__ __forceinline__ void load_int8_average(const Lane<kSpread>& lane, const GroupAt& at, int which,
+                                                         Int8Average& stored) {
+  std::byte* base = average_base(lane, which);
+  load_elements<1>(lane, at, base, true, stored.words);
+  stored.scale_bits = at.elems > 0 ? *scale_at(lane, at, base) : uint16_t{0};
+}
+
+// Values are scale * code. 8 bits of the scale times 9 of the base: that product is exact, and so is the fused
+// difference, unless it overflows; where it might, values come out times 1 / factor.
+struct Int8Decoder {
+  float scale;
+  float offset;
+  float factor;
+};
+
+static __device__ __forceinline__ Int8Decoder make_int8_decoder(uint16_t scale_bits) {
+  constexpr float kBase = kCodeBase<8> + 128.0f;
+  const float scale = from_bfloat16(scale_bits);
+  const bool huge = scale >= 0x1p112f;
+  const float safe = huge ? scale * 0x1p-32f : scale;
+  return Int8Decoder{safe, -safe * kBase, huge ? 0x1p32f : 1.0f};
+}
+
+static __device__ __forceinline__ void widen_int8_chunk(const Int8Decoder& decoder, const ChunkWords<1>& words,
+                                                        float* out) {
+  unpack_chunk<8>(words.at, 0x80808080u, out);
+#pragma unroll
+  for (int i = 0; i < kChunkElems; ++i) out[i] = __fmaf_rn(decoder.scale, out[i], decoder.offset);
+}
+
+// x += the average; absent slots of it are 0.
+static __device__ __forceinline__ void add_int8_average(const Int8Average& stored, float (&x)[kLaneElems]) {
+  const Int8Decoder decoder = make_int8_decoder(stored.scale_bits);
+  const auto add = [&](auto exact) {
+#pragma unroll
+    for (int part = 0; part < kLaneChunks; ++part) {
+      float average[kChunkElems];
+      widen_int8_chunk(decoder, stored.words[part], average);
+#pragma unroll
+      for (int i = 0; i < kChunkElems; ++i) x[kChunkElems * part + i] = x[kChunkElems * part + i] + exact(average[i]);
+    }
+  };
+  if (decoder.factor == 1.0f) {
+    add([](float value) { return value; });
+  } else {
+    add([&](float value) { return value * decoder.factor; });
+  }
+}
+
+// The scale and its inverse, as int8_state_scale and int8_state_inverse have them.
+static __device__ __forceinline__ uint16_t make_int8_scale(float largest, float& inverse) {
+  if (largest >= 0x1p-100f && largest <= 0x1p120f) {
+    const uint32_t bits = (bits_of(divide_by_short(largest, 127.0f, 1.0f / 127.0f)) + 0xffffu) & 0xffff0000u;
+    inverse = reciprocal_of_short(float_of(bits));
+    return static_cast<uint16_t>(bits >> 16);
+  }
+  const uint16_t scale_bits = int8_state_scale(bits_of(largest));
+  inverse = int8_state_inverse(scale_bits);
+  return scale_bits;
+}
+
+// `own` is the largest magnitude of this lane's values, which are finite. No value needs clamping: the scale is at
+// least fl(largest / 127), so that |value * inverse| stays below 127 * (1 + 2^-21) and rounds to 127 at most.
+template <Spread kSpread>
+static __device__ __forceinline__ void store_int8_average(const Lane<kSpread>& lane, const GroupAt& at, std::byte* base,
+                                                          float own, const float (&values)[kLaneElems]) {
+  float largest = own;
+#pragma unroll 1
+  for (int stride = 1; stride < 1 << lane.lanes_log2; stride *= 2) {
+    largest = fmaxf(largest, __shfl_xor_sync(kAllLanes, largest, stride));
+  }
+  float inverse;
+  const uint16_t scale_bits = make_int8_scale(largest, inverse);
+  if (at.elems > 0 && lane.index == 0) *scale_at(lane, at, base) = scale_bits;
+  ChunkWords<1> words[kLaneChunks];
+#pragma unroll
+  for (int word = 0; word < kLaneElems / 4; ++word) {
+    uint32_t integers[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) integers[i] = bits_of(values[4 * word + i] * inverse + kIntegerShift);
+    words[word / 2].at[word % 2] = __byte_perm(__byte_perm(integers[0], integers[1], 0x0040),
+                                               __byte_perm(integers[2], integers[3], 0x0040), 0x5410);
+  }
+  store_words(lane, at, base, true, words);
+}
+
+}  // namespace echo::cuda
