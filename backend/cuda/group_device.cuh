@@ -100,7 +100,7 @@ static __device__ __forceinline__ Lane<kSpread> make_lane(const Site& site, cons
   const Codec& codec = site.plan.codec;
   const int32_t lanes = (codec.group_elems + kLaneElems - 1) / kLaneElems;
   const int32_t lanes_log2 = 32 - __clz(lanes - 1);
-  const int32_t index = static_cast<int32_t>(threadIdx.x) & ((1 << lanes_log2) - 1);
+  const int32_t index = static_cast<int32_t>(recompute_here(threadIdx.x)) & ((1 << lanes_log2) - 1);
   uint32_t signs = 0;
 #pragma unroll
   for (int part = 0; part < kLaneChunks; ++part) {

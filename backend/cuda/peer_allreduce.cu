@@ -40,14 +40,21 @@ PeerHostWords* create_host_words() {
   return block + used++;
 }
 
-KernelShape kernel_shape(const Plan& plan) {
-  KernelShape shape;
-  shape.bits = plan.codec.bits;
-  shape.state = state_kind(plan);
-  shape.late = plan.rank >= 2;
-  shape.groups_per_task = groups_per_task(plan.codec);
-  shape.blocks_per_multiprocessor = peer_blocks(shape.state);  // equal on all ranks
-  return shape;
+// Calls body<kDType, kBits>().
+template <typename Body>
+void with_kernels(DType dtype, int32_t bits, Body body) {
+  const auto with_bits = [&]<DType kDType>() {
+    if (bits == 4) return body.template operator()<kDType, 4>();
+    body.template operator()<kDType, 8>();
+  };
+  switch (dtype) {
+    case DType::kFloat32:
+      return with_bits.template operator()<DType::kFloat32>();
+    case DType::kBFloat16:
+      return with_bits.template operator()<DType::kBFloat16>();
+    case DType::kFloat16:
+      return with_bits.template operator()<DType::kFloat16>();
+  }
 }
 
 // Lanes that a call of this plan walks on, and groups per tile: whole rounds of the block's warps where a segment has
@@ -58,11 +65,11 @@ struct Walk {
   int64_t tiles;
 };
 
-Walk plan_walk(const Plan& plan, const SlabShape& slab, const KernelShape& kernel) {
+Walk plan_walk(const Plan& plan, const SlabShape& slab) {
   Walk walk;
-  const int32_t most = slab.lanes / kMostPeerBlocks * kernel.blocks_per_multiprocessor;
+  const int32_t most = slab.lanes / kMostPeerBlocks * peer_blocks(state_kind(plan));
   walk.tile_groups = peer_tile_groups(plan, SlabShape{slab.world_size, most, slab.slot_bytes});
-  const int64_t round = static_cast<int64_t>(kPeerWarps) * kernel.groups_per_task;
+  const int64_t round = static_cast<int64_t>(kPeerWarps) * groups_per_task(plan.codec);
   if (walk.tile_groups > round) walk.tile_groups -= walk.tile_groups % round;
   walk.tiles = ceil_div(segment_groups(plan), walk.tile_groups);
   walk.lanes = static_cast<int32_t>(min_i64(most, walk.tiles));
@@ -81,9 +88,13 @@ SlabShape peer_shape(int32_t world_size, int32_t multiprocessors, int64_t worksp
 
 PeerGroup::PeerGroup(SlabShape shape, int32_t rank, std::vector<std::byte*> slabs)
     : shape_(shape), rank_(rank), slabs_(std::move(slabs)), words_(create_host_words()) {
-  check(load_peer_kernels<DType::kFloat32>(), "loading kernels");
-  check(load_peer_kernels<DType::kBFloat16>(), "loading kernels");
-  check(load_peer_kernels<DType::kFloat16>(), "loading kernels");
+  for (const DType dtype : {DType::kFloat32, DType::kBFloat16, DType::kFloat16}) {
+    for (const int32_t bits : {4, 8}) {
+      with_kernels(dtype, bits, []<DType kDType, int kBits>() {
+        check(load_peer_kernels<kDType, kBits>(), "loading the kernels of echo");
+      });
+    }
+  }
   const size_t bytes = sizeof(GroupState) + shape.lanes * sizeof(uint32_t);
   void* memory = nullptr;
   check(cudaMalloc(&memory, bytes), "cudaMalloc");
@@ -99,8 +110,7 @@ PeerGroup::~PeerGroup() {
 
 void PeerGroup::all_reduce(const PeerCall& call) {
   const Plan& plan = call.site.plan;
-  const KernelShape kernel = kernel_shape(plan);
-  const Walk walk = plan_walk(plan, shape_, kernel);
+  const Walk walk = plan_walk(plan, shape_);
   auto* group = reinterpret_cast<GroupState*>(state_);
   PeerJob job{.site = call.site,
               .state_layout = make_state_layout(plan),
@@ -108,7 +118,6 @@ void PeerGroup::all_reduce(const PeerCall& call) {
               .record = make_call_record(plan, call.direction, 0, call.exact_calls),
               .rescale = call.rescale,
               .partial = plan.numel % plan.codec.group_elems != 0,
-              .groups_per_task = kernel.groups_per_task,
               .groups = group_count(plan),
               .tile_groups = walk.tile_groups,
               .tiles = walk.tiles,
@@ -120,18 +129,9 @@ void PeerGroup::all_reduce(const PeerCall& call) {
   for (int32_t peer = 0; peer < shape_.world_size; ++peer) job.slabs[peer] = slabs_[peer];
   const auto stream = static_cast<cudaStream_t>(call.stream);
   if (call.rescale) write_record(Call{call.site, nullptr, stream}, job.record, true, &group->record);
-  const auto blocks = static_cast<unsigned>(walk.lanes);
-  switch (plan.dtype) {
-    case DType::kFloat32:
-      launch_peer_kernel<DType::kFloat32>(job, kernel, blocks, stream);
-      break;
-    case DType::kBFloat16:
-      launch_peer_kernel<DType::kBFloat16>(job, kernel, blocks, stream);
-      break;
-    case DType::kFloat16:
-      launch_peer_kernel<DType::kFloat16>(job, kernel, blocks, stream);
-      break;
-  }
+  with_kernels(plan.dtype, plan.codec.bits, [&]<DType kDType, int kBits>() {
+    launch_peer_kernel<kDType, kBits>(job, static_cast<unsigned>(walk.lanes), stream);
+  });
   check(cudaGetLastError(), "echo all_reduce over peer memory");
 }
 
@@ -149,7 +149,7 @@ void PeerGroup::abort() { __atomic_store_n(&words_->abort, 1u, __ATOMIC_RELEASE)
 void PeerGroup::report_exit(int32_t peer) { __atomic_fetch_or(&words_->exited, uint64_t{1} << peer, __ATOMIC_RELEASE); }
 
 int64_t PeerGroup::wire_bytes(const Plan& plan) const {
-  const Walk walk = plan_walk(plan, shape_, kernel_shape(plan));
+  const Walk walk = plan_walk(plan, shape_);
   return sent_tile_bytes(plan, walk.tile_groups) + (plan.world_size - 1) * static_cast<int64_t>(sizeof(CallRecord));
 }
 

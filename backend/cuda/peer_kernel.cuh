@@ -5,21 +5,22 @@
 //   own slab        slots that the peers fill, read here behind acquired tickets
 //   peers' slabs    written only: codes first, then a barrier of the block, then one release of the ticket
 //
-// The owner decodes its own code in registers and stores the result at once, so its tile never visits a slot.
+// An owner's code goes into its own gather slot too, so that tail treats all segments alike.
 #pragma once
 
 #include "../core/reduce.h"
 #include "peer_wait.cuh"
-#include "stage_kernels.cuh"
+#include "stage_device.cuh"
 
 namespace echo::cuda {
 
-constexpr int kPeerThreads = 256;
+constexpr int kPeerThreads = 128;
 constexpr int kPeerWarps = kPeerThreads / kWarpLanes;
 
-// Threads that wait for push tickets are 0.. P-1, for gather tickets kMaxPeerRanks .., those that release 2 *
-// kMaxPeerRanks ..: different warps, so that they do so side by side.
-static_assert(3 * kMaxPeerRanks <= kPeerThreads);
+// Warps of a block that wait and release, one thread per peer: different ones, so that they do so side by side.
+constexpr int kPushWaitWarp = 0;
+constexpr int kGatherWaitWarp = 1;
+constexpr int kReleaseWarp = 2;
 
 struct PeerJob {
   Site site;
@@ -28,7 +29,6 @@ struct PeerJob {
   CallRecord record;  // call_number and exact_calls as far as the host knows them: 0 and what was forwarded since
   bool rescale;
   bool partial;  // the tensor's last group is
-  int32_t groups_per_task;
   int64_t groups;
   int64_t tile_groups;
   int64_t tiles;  // of a segment
@@ -53,90 +53,34 @@ __device__ __forceinline__ TileAt tile_of(const PeerJob& job, int32_t owner, int
                 min_i64(job.tile_groups, per_segment - tile * job.tile_groups)};
 }
 
-// Calls body(GroupAt) for the groups of the tile; all lanes of a warp make the same number of calls.
+// Calls body(lane, GroupAt) for the groups of the tile; all lanes of a warp make the same number of calls. Full groups
+// go side by side into a warp, the tensor's partial one goes alone, so that all lanes agree on whether to rotate.
 template <Spread kSpread, typename Body>
-__device__ __forceinline__ void for_each_group_of(const PeerJob& job, const Lane<kSpread>& lane,
-                                                  const GroupRange& groups, Body body) {
+__device__ __forceinline__ void for_each_group_of(const PeerJob& job, const GroupRange& groups, int32_t rescale_log2,
+                                                  Body body) {
   const Codec& codec = job.site.plan.codec;
+  const auto lane = make_lane<kSpread>(job.site, job.state_layout, groups.begin, rescale_log2);
+  const int32_t side_by_side = kWarpLanes >> lane.lanes_log2;
   const bool partial = job.partial && groups.end == job.groups && groups.begin < groups.end;
   const int32_t full = static_cast<int32_t>(groups.end - groups.begin) - (partial ? 1 : 0);
+  const int32_t tasks = ((full + side_by_side - 1) >> (5 - lane.lanes_log2)) + (partial ? 1 : 0);
   const int32_t mine = (static_cast<int32_t>(threadIdx.x) % kWarpLanes) >> lane.lanes_log2;
-  const bool rotated = is_rotated(codec, codec.group_elems);
-  const bool whole = codec.group_elems == kLaneElems << lane.lanes_log2;
-  const int32_t warp = static_cast<int32_t>(threadIdx.x) / kWarpLanes;
 #pragma unroll 1
-  for (int32_t first = warp * job.groups_per_task; first < full; first += kPeerWarps * job.groups_per_task) {
+  for (int32_t task = static_cast<int32_t>(threadIdx.x) / kWarpLanes; task < tasks; task += kPeerWarps) {
+    const int32_t first = task * side_by_side;
+    const int32_t here = min(full - first, side_by_side);
     GroupAt at;
-    at.slot = first + mine;
-    at.elems = at.slot < full ? codec.group_elems : 0;
-    at.rotated = rotated;
-    at.dense = whole && first + job.groups_per_task <= full;
-    body(at);
-  }
-  // The partial group goes alone, so that all lanes agree on whether to rotate.
-  if (partial && warp == kPeerWarps - 1) {
-    GroupAt at;
-    at.slot = full;
-    at.elems = mine == 0 ? group_elems_at(job.site.plan, job.groups - 1) : 0;
-    body(at);
-  }
-}
-
-// ---- stages -------------------------------------------------------------------------------------------------------
-// Functions of their own, so that none holds registers for what the others keep over their groups.
-
-template <Spread kSpread>
-__device__ __forceinline__ Lane<kSpread> lane_of(const PeerJob& job, const TileAt& tile, int32_t rescale_log2) {
-  return make_lane<kSpread>(job.site, job.state_layout, tile.groups.begin, rescale_log2);
-}
-
-template <DType kDType, int kBits, StateKind kState>
-__device__ __noinline__ void push_tile(const PeerJob& job, int32_t rescale_log2, const TileAt& tile, std::byte* slot) {
-  const auto lane = lane_of<Spread::kRuns>(job, tile, rescale_log2);
-  const TileView<std::byte> view = view_tile(job.site.plan.codec, tile.room, slot);
-  for_each_group_of(job, lane, tile.groups, [&](const GroupAt& at) {
-    float x[kLaneElems];
-    Correction<kState> correction;
-    const Extremes extremes = load_measured_contribution<kDType>(lane, at, x, correction);
-    const Encoded<kBits> encoded = encode_group<kBits>(lane, at, x, extremes);
-    store_encoded(lane, at, encoded, view);
-    update_after_push(lane, at, x, correction, encoded);
-  });
-}
-
-template <DType kDType, int kBits, StateKind kState, bool kLate>
-__device__ __noinline__ void reduce_tile(const PeerJob& job, int32_t rescale_log2, const TileAt& tile,
-                                         const PeerTiles& copies, int64_t gather_offset) {
-  const Plan& plan = job.site.plan;
-  const auto lane = lane_of<Spread::kRuns>(job, tile, rescale_log2);
-  const Copies<kBits> pushed{plan, tile.room, copies};
-  for_each_group_of(job, lane, tile.groups, [&](const GroupAt& at) {
-    float sum[kLaneElems];
-    Correction<kState> correction;
-    load_sum<kDType, kLate>(pushed, lane, at, sum, correction);
-    const Extremes extremes = group_extremes(lane, at, sum);
-    const Encoded<kBits> encoded = encode_group<kBits>(lane, at, sum, extremes);
-#pragma unroll 1
-    for (int32_t turn = 1; turn < plan.world_size; ++turn) {
-      const int32_t peer = plan.rank + turn < plan.world_size ? plan.rank + turn : plan.rank + turn - plan.world_size;
-      store_encoded(lane, at, encoded, view_tile(plan.codec, tile.room, job.slabs[peer] + gather_offset));
+    if (here > 0) {
+      at.slot = first + mine;
+      at.elems = mine < here ? codec.group_elems : 0;
+      at.rotated = is_rotated(codec, codec.group_elems);
+      at.dense = here == side_by_side && codec.group_elems == kLaneElems << lane.lanes_log2;
+    } else {
+      at.slot = full;
+      at.elems = mine == 0 ? group_elems_at(job.site.plan, job.groups - 1) : 0;
     }
-    update_after_reduce<kDType>(lane, at, sum, correction, encoded);
-    update_from_result<kDType, kState>(lane, at, encoded);
-    deliver<kDType>(lane, at, encoded);
-  });
-}
-
-template <DType kDType, int kBits, StateKind kState>
-__device__ __noinline__ void tail_tile(const PeerJob& job, int32_t rescale_log2, const TileAt& tile,
-                                       const std::byte* slot) {
-  const auto lane = lane_of<Spread::kChunks>(job, tile, rescale_log2);
-  const TileView<const std::byte> view = view_tile(job.site.plan.codec, tile.room, slot);
-  for_each_group_of(job, lane, tile.groups, [&](const GroupAt& at) {
-    const Encoded<kBits> encoded = load_encoded<kBits>(lane, at, view);
-    update_from_result<kDType, kState>(lane, at, encoded);
-    deliver<kDType>(lane, at, encoded);
-  });
+    body(lane, at);
+  }
 }
 
 // What this lane still owes of the tensor: every rank's segment, its tiles from `first` on.
@@ -156,12 +100,12 @@ __device__ __noinline__ void fill_lane_with_nan(const PeerJob& job, int64_t firs
 
 // ---- the call -----------------------------------------------------------------------------------------------------
 
-// What a block knows of the call once it is open.
+// What a block knows of the call once it is open. In shared memory: stages need the registers.
 struct OpenCall {
   uint32_t hash;
   uint32_t first;  // the lane's sequence number of its first tile
   int32_t rescale_log2;
-  bool failed;
+  uint32_t largest;  // bits of max|x| over all ranks
 };
 
 // This rank's record to everyone (P2), by one lane.
@@ -175,56 +119,56 @@ __device__ __forceinline__ void publish_record(const PeerJob& job, const CallRec
                     ticket_of(static_cast<uint32_t>(record.call_number), 0));
 }
 
-// The largest max|x| of all ranks, waited for by one thread per rank.
-__device__ __forceinline__ void agree_on_rescale(const PeerJob& job, const WaitContext& context, uint32_t* largest,
-                                                 bool* ok) {
+// The largest max|x| of all ranks, waited for by one thread per rank; false after a fault.
+__device__ __forceinline__ bool agree_on_rescale(const PeerJob& job, const WaitContext& context, OpenCall& call) {
   const auto peer = static_cast<int32_t>(threadIdx.x);
-  if (peer >= job.shape.world_size) return;
+  if (peer >= job.shape.world_size) return true;
   const auto parity = static_cast<int32_t>(context.record.call_number % kCallParities);
   const uint64_t ticket = ticket_of(static_cast<uint32_t>(context.record.call_number), 0);
-  *ok = wait_for_ticket(context, peer, Stage::kPush, record_ticket_offset(peer, parity), ticket);
-  if (!*ok) return;
+  if (!wait_for_ticket(context, peer, Stage::kPush, record_ticket_offset(peer, parity), ticket)) return false;
   const auto* theirs =
       reinterpret_cast<const CallRecord*>(context.slabs[context.rank] + record_offset(job.shape, peer, parity));
-  atomicMax(largest, theirs->max_magnitude);
+  atomicMax(&call.largest, theirs->max_magnitude);
+  return true;
 }
 
-__device__ __forceinline__ OpenCall open_peer_call(const PeerJob& job, WaitContext& context) {
-  __shared__ OpenCall shared;
-  __shared__ uint32_t largest;
-  if (threadIdx.x == 0) {
-    context.shape = job.shape;
-    context.slabs = job.slabs;
-    context.rank = job.site.plan.rank;
-    context.lane = static_cast<int32_t>(blockIdx.x);
-    context.group = job.group;
-    context.words = job.words;
-    context.deadline = global_nanoseconds() + job.timeout_ns;
-    context.timeout_ms = static_cast<uint32_t>(job.timeout_ns / 1000000);
-    context.record = job.record;
-    context.record.call_number = job.group->call_number;
-    context.record.exact_calls += job.group->exact_calls;
-    if (job.rescale) context.record.max_magnitude = job.group->record.max_magnitude;
-    largest = 0;
-    shared.hash = ticket_hash(context.record);
-    shared.first = job.sequences[blockIdx.x];
-    shared.failed = false;
-    if (const uint64_t word = fault_word(context); word != 0) {
-      pass_on_fault(context, word);
-      shared.failed = true;
-    }
-    // Calls of a group follow each other on the device; a replay on a stream that nobody ordered may not.
-    if (blockIdx.x == 0 && atomicExch(&job.group->in_use, 1u) != 0) {
-      raise_fault(context, FaultRecord{.kind = FaultKind::kOverlap});
-      shared.failed = true;
-    }
+// By one thread; false if the group has failed before.
+__device__ __forceinline__ bool begin_call(const PeerJob& job, WaitContext& context, OpenCall& call) {
+  context.shape = job.shape;
+  context.slabs = job.slabs;
+  context.rank = job.site.plan.rank;
+  context.lane = static_cast<int32_t>(blockIdx.x);
+  context.group = job.group;
+  context.words = job.words;
+  context.deadline = global_nanoseconds() + job.timeout_ns;
+  context.timeout_ms = static_cast<uint32_t>(job.timeout_ns / 1000000);
+  context.record = job.record;
+  context.record.call_number = job.group->call_number;
+  context.record.exact_calls += job.group->exact_calls;
+  if (job.rescale) context.record.max_magnitude = job.group->record.max_magnitude;
+  call = OpenCall{
+      .hash = ticket_hash(context.record), .first = job.sequences[blockIdx.x], .rescale_log2 = 0, .largest = 0};
+  if (const uint64_t word = fault_word(context); word != 0) {
+    pass_on_fault(context, word);
+    return false;
   }
+  // Calls of a group follow each other on the device; a replay on a stream that nobody ordered may not.
+  if (blockIdx.x == 0 && atomicExch(&job.group->in_use, 1u) != 0) {
+    raise_fault(context, FaultRecord{.kind = FaultKind::kOverlap});
+    return false;
+  }
+  return true;
+}
+
+__device__ __forceinline__ bool open_peer_call(const PeerJob& job, WaitContext& context, OpenCall& call) {
+  const bool begun = threadIdx.x != 0 || begin_call(job, context, call);
+  if (__syncthreads_or(!begun) != 0) return false;
+  if (blockIdx.x == 0) publish_record(job, context.record);
+  if (!job.rescale) return true;
+  if (__syncthreads_or(!agree_on_rescale(job, context, call)) != 0) return false;
+  if (threadIdx.x == 0) call.rescale_log2 = rescale_exponent(call.largest);
   __syncthreads();
-  bool ok = !shared.failed;
-  if (ok && blockIdx.x == 0) publish_record(job, context.record);
-  if (ok && job.rescale) agree_on_rescale(job, context, &largest, &ok);
-  const bool failed = __syncthreads_or(!ok) != 0;
-  return OpenCall{shared.hash, shared.first, rescale_exponent(largest), failed};
+  return true;
 }
 
 // The last block to leave moves the group on to its next call.
@@ -239,83 +183,130 @@ __device__ __forceinline__ void close_peer_call(const PeerJob& job) {
   job.group->in_use = 0;
 }
 
-template <DType kDType, int kBits, StateKind kState, bool kLate>
-__device__ __forceinline__ bool walk_lane(const PeerJob& job, const WaitContext& context, const OpenCall& call) {
-  const Plan& plan = job.site.plan;
-  const SlabShape& shape = job.shape;
-  const int32_t rank = plan.rank;
-  const auto index = static_cast<int32_t>(blockIdx.x);
-  const int64_t lanes = gridDim.x;
-  const int64_t mine = (job.tiles - index + lanes - 1) / lanes;
+// Blocks of one multiprocessor, as many as a kernel's registers leave room for: so many lanes a call may have.
+constexpr int peer_blocks(StateKind state) { return state == StateKind::kNone ? 4 : state == StateKind::kInt8 ? 3 : 2; }
+constexpr int kMostPeerBlocks = 4;
 
-  const auto slot = [&](int64_t i) {
+// kPair: of two ranks, where the sum needs no order kept.
+template <DType kDType, int kBits, StateKind kState, Updates kUpdates, bool kPair>
+struct LaneWalk {
+  const PeerJob& job;
+  const WaitContext& context;
+  const OpenCall& call;
+
+  __device__ __forceinline__ int32_t slot(int32_t i) const {
     return static_cast<int32_t>((call.first + static_cast<uint32_t>(i)) % kRingSlots);
-  };
-  const auto ticket = [&](int64_t i) { return ticket_of(call.first + static_cast<uint32_t>(i), call.hash); };
-  const auto peer_at = [&](int32_t turn) {
-    return rank + turn < shape.world_size ? rank + turn : rank + turn - shape.world_size;
-  };
-  const auto hand_over = [&](Stage stage, int64_t i) {
-    __syncthreads();
-    const int32_t peer = static_cast<int32_t>(threadIdx.x) - 2 * kMaxPeerRanks;
-    if (peer < 0 || peer >= shape.world_size || peer == rank) return;
-    store_release_sys(word_at(job.slabs[peer], flag_offset(shape, index, stage, rank, slot(i))), ticket(i));  // P1
-  };
-  const auto arrived = [&](Stage stage, int32_t first_thread, int64_t i) {
-    const int32_t source = static_cast<int32_t>(threadIdx.x) - first_thread;
-    if (i < 0 || i >= mine || source < 0 || source >= shape.world_size || source == rank) return true;
-    return wait_for_ticket(context, source, stage, flag_offset(shape, index, stage, source, slot(i)), ticket(i));
-  };
+  }
+  __device__ __forceinline__ uint64_t ticket(int32_t i) const {
+    return ticket_of(call.first + static_cast<uint32_t>(i), call.hash);
+  }
+  __device__ __forceinline__ int64_t tile(int32_t i) const { return blockIdx.x + static_cast<int64_t>(i) * gridDim.x; }
+  // Ranks in an order of each rank's own, so that not all write to the same one.
+  __device__ __forceinline__ int32_t peer_at(int32_t turn) const {
+    const int32_t peer = job.site.plan.rank + turn;
+    return peer < job.shape.world_size ? peer : peer - job.shape.world_size;
+  }
+  // This lane's slot of what `source` sends in a stage, in anyone's slab.
+  __device__ __forceinline__ int64_t slot_at(Stage stage, int32_t source, int32_t i) const {
+    return slot_offset(job.shape, static_cast<int32_t>(blockIdx.x), stage, source, slot(i));
+  }
+  __device__ __forceinline__ int64_t flag_at(Stage stage, int32_t source, int32_t i) const {
+    return flag_offset(job.shape, static_cast<int32_t>(blockIdx.x), stage, source, slot(i));
+  }
 
-#pragma unroll 1
-  for (int64_t step = 0; step < mine + 2 * kLookAhead; ++step) {
-    if (const int64_t i = step; i < mine) {  // push
-#pragma unroll 1
-      for (int32_t turn = 1; turn < shape.world_size; ++turn) {
-        const int32_t peer = peer_at(turn);
-        push_tile<kDType, kBits, kState>(job, call.rescale_log2, tile_of(job, peer, index + i * lanes),
-                                         job.slabs[peer] + slot_offset(shape, index, Stage::kPush, rank, slot(i)));
-      }
-      hand_over(Stage::kPush, i);
-    }
-    const bool here =
-        arrived(Stage::kPush, 0, step - kLookAhead) && arrived(Stage::kGather, kMaxPeerRanks, step - 2 * kLookAhead);
-    if (__syncthreads_or(!here) != 0) {
-      fill_lane_with_nan<kDType>(job, index + (step < 2 * kLookAhead ? 0 : step - 2 * kLookAhead) * lanes);
-      return false;
-    }
-    if (const int64_t i = step - kLookAhead; i >= 0 && i < mine) {  // reduce, gather
-      const PeerTiles copies{job.slabs[rank] + slot_offset(shape, index, Stage::kPush, 0, slot(i)),
-                             kRingSlots * shape.slot_bytes};
-      reduce_tile<kDType, kBits, kState, kLate>(job, call.rescale_log2, tile_of(job, rank, index + i * lanes), copies,
-                                                slot_offset(shape, index, Stage::kGather, rank, slot(i)));
-      hand_over(Stage::kGather, i);
-    }
-    if (const int64_t i = step - 2 * kLookAhead; i >= 0) {  // tail
-#pragma unroll 1
-      for (int32_t turn = 1; turn < shape.world_size; ++turn) {
-        const int32_t owner = peer_at(turn);
-        tail_tile<kDType, kBits, kState>(job, call.rescale_log2, tile_of(job, owner, index + i * lanes),
-                                         job.slabs[rank] + slot_offset(shape, index, Stage::kGather, owner, slot(i)));
-      }
+  // Pre: the block has written tile i of this stage to every peer.
+  __device__ __forceinline__ void hand_over(Stage stage, int32_t i) const {
+    __syncthreads();
+    if (threadIdx.x / kWarpLanes != kReleaseWarp) return;
+    const int32_t rank = job.site.plan.rank;
+    for (int32_t peer = threadIdx.x % kWarpLanes; peer < job.shape.world_size; peer += kWarpLanes) {
+      if (peer != rank) store_release_sys(word_at(job.slabs[peer], flag_at(stage, rank, i)), ticket(i));  // P1
     }
   }
-  if (threadIdx.x == 0) job.sequences[index] = call.first + static_cast<uint32_t>(mine);
-  return true;
-}
 
-// Blocks of one multiprocessor that the kernels' registers leave room for, and so how many lanes a call may have.
-constexpr int kMostPeerBlocks = 2;
-constexpr int peer_blocks(StateKind state) { return state == StateKind::kNone ? kMostPeerBlocks : 1; }
+  // One warp: until tile i of a stage has come from every peer; false after a fault.
+  __device__ __forceinline__ bool wait_for(Stage stage, int32_t i) const {
+    for (int32_t source = threadIdx.x % kWarpLanes; source < job.shape.world_size; source += kWarpLanes) {
+      if (source == job.site.plan.rank) continue;
+      if (!wait_for_ticket(context, source, stage, flag_at(stage, source, i), ticket(i))) return false;
+    }
+    return true;
+  }
 
-template <DType kDType, int kBits, StateKind kState, bool kLate>
+  __device__ __forceinline__ void push(int32_t i) const {
+#pragma unroll 1
+    for (int32_t turn = 1; turn < job.shape.world_size; ++turn) {
+      const int32_t peer = peer_at(turn);
+      const TileAt at_tile = tile_of(job, peer, tile(i));
+      const TileView<std::byte> view =
+          view_tile(job.site.plan.codec, at_tile.room, job.slabs[peer] + slot_at(Stage::kPush, job.site.plan.rank, i));
+      for_each_group_of<Spread::kRuns>(
+          job, at_tile.groups, call.rescale_log2,
+          [&](const auto& lane, const GroupAt& at) { push_group<kDType, kBits, kState, kUpdates>(lane, at, view); });
+    }
+    hand_over(Stage::kPush, i);
+  }
+
+  // With the gather, which is the owner's store to everyone.
+  __device__ __forceinline__ void reduce(int32_t i) const {
+    const Plan& plan = job.site.plan;
+    const TileAt at_tile = tile_of(job, plan.rank, tile(i));
+    const Copies<kBits> copies{
+        plan, at_tile.room,
+        PeerTiles{job.slabs[plan.rank] + slot_at(Stage::kPush, 0, i), kRingSlots * job.shape.slot_bytes}};
+    const int64_t target = slot_at(Stage::kGather, plan.rank, i);
+    for_each_group_of<Spread::kRuns>(job, at_tile.groups, call.rescale_log2, [&](const auto& lane, const GroupAt& at) {
+      reduce_group<kDType, kBits, kState, !kPair, kUpdates>(copies, lane, at, [&](const Encoded<kBits>& encoded) {
+#pragma unroll 1
+        for (int32_t turn = 0; turn < job.shape.world_size; ++turn) {
+          store_encoded(lane, at, encoded, view_tile(plan.codec, at_tile.room, job.slabs[peer_at(turn)] + target));
+        }
+      });
+    });
+    hand_over(Stage::kGather, i);
+  }
+
+  __device__ __forceinline__ void tail(int32_t i) const {
+#pragma unroll 1
+    for (int32_t turn = 0; turn < job.shape.world_size; ++turn) {
+      const int32_t owner = peer_at(turn);
+      const TileAt at_tile = tile_of(job, owner, tile(i));
+      const std::byte* slot = job.slabs[job.site.plan.rank] + slot_at(Stage::kGather, owner, i);
+      const TileView<const std::byte> view = view_tile(job.site.plan.codec, at_tile.room, slot);
+      for_each_group_of<Spread::kChunks>(
+          job, at_tile.groups, call.rescale_log2,
+          [&](const auto& lane, const GroupAt& at) { tail_group<kDType, kBits, kState, kUpdates>(lane, at, view); });
+    }
+  }
+
+  // The same number of steps on all ranks, empty tiles included.
+  __device__ __forceinline__ void run() const {
+    const auto mine = static_cast<int32_t>((job.tiles - blockIdx.x + gridDim.x - 1) / gridDim.x);
+#pragma unroll 1
+    for (int32_t step = 0; step < mine + 2 * kLookAhead; ++step) {
+      const int32_t reduced = step - kLookAhead;
+      const int32_t stored = step - 2 * kLookAhead;
+      if (step < mine) push(step);
+      bool here = true;
+      const auto warp = static_cast<int>(threadIdx.x / kWarpLanes);
+      if (warp == kPushWaitWarp && reduced >= 0 && reduced < mine) here = wait_for(Stage::kPush, reduced);
+      if (warp == kGatherWaitWarp && stored >= 0) here = wait_for(Stage::kGather, stored);
+      if (__syncthreads_or(!here) != 0) return fill_lane_with_nan<kDType>(job, tile(stored < 0 ? 0 : stored));
+      if (reduced >= 0 && reduced < mine) reduce(reduced);
+      if (stored >= 0) tail(stored);
+    }
+    if (threadIdx.x == 0) job.sequences[blockIdx.x] = call.first + static_cast<uint32_t>(mine);
+  }
+};
+
+template <DType kDType, int kBits, StateKind kState, Updates kUpdates, bool kPair>
 __global__ void __launch_bounds__(kPeerThreads, peer_blocks(kState)) peer_kernel(const __grid_constant__ PeerJob job) {
   __shared__ WaitContext context;
-  const OpenCall call = open_peer_call(job, context);
-  if (call.failed) {
-    fill_lane_with_nan<kDType>(job, blockIdx.x);
+  __shared__ OpenCall call;
+  if (open_peer_call(job, context, call)) {
+    LaneWalk<kDType, kBits, kState, kUpdates, kPair>{job, context, call}.run();
   } else {
-    walk_lane<kDType, kBits, kState, kLate>(job, context, call);
+    fill_lane_with_nan<kDType>(job, blockIdx.x);
   }
   close_peer_call(job);
 }
