@@ -35,6 +35,14 @@ struct alignas(64) BatchArray {
   float at[kBatchElems];
 };
 
+// Asks for the bytes of one group, long before they are used: hardware stops at the end of a page, which is about one
+// batch of 16-bit elements, and starts anew behind it.
+template <bool kWrite>
+ECHO_INLINE void prefetch_group(const void* base, int64_t group, int64_t group_bytes) {
+  const std::byte* from = static_cast<const std::byte*>(base) + group * group_bytes;
+  for (int64_t at = 0; at < group_bytes; at += 64) __builtin_prefetch(from + at, kWrite ? 1 : 0);
+}
+
 // visit(batch) over consecutive batches of `groups`.
 template <typename Visit>
 ECHO_INLINE void for_batches(const Plan& plan, GroupRange groups, Visit&& visit) {

@@ -6,8 +6,6 @@
 
 namespace echo::cpu {
 
-static constexpr float kShift = 12582912.0f;  // as in round_to_int; the low bits of a shifted value are the code
-
 // What becomes of a decoded value before it is used: nothing, or rounding to a tensor's 16-bit format.
 enum class Rounding { kNone, kBFloat16, kFloat16 };
 
@@ -82,23 +80,36 @@ class Decoder {
   FloatVector table_;
 };
 
-// Encodes one vector: the code's value plus kShift.
+// x + kShift within limits that are shifted too: as integers, which are in the order of the floats where those are
+// positive, and below them where not. Clamping after rounding, to whole numbers, is clamping before it. A NaN becomes
+// either limit.
+ECHO_INLINE FloatVector shifted_within(FloatVector x, IntVector least, IntVector most) {
+  return (FloatVector)lesser_of(greater_of((IntVector)(x + kShift), least), most);
+}
+
+// Encodes vectors of one group: the code's value plus kShift.
 struct Encoder {
   FloatVector inverse;
   FloatVector zero;
-  FloatVector code_min;
-  FloatVector code_max;
+  IntVector code_min;
+  IntVector code_max;
 
   ECHO_INLINE_MEMBER Encoder(const BatchGrid& grid, int j)
       : inverse(all_of(grid.inverse.at[j])),
         zero(all_of(grid.zero.at[j])),
-        code_min(all_of(grid.code_min.at[j])),
-        code_max(all_of(grid.code_max.at[j])) {}
+        code_min((IntVector)all_of(grid.code_min.at[j])),
+        code_max((IntVector)all_of(grid.code_max.at[j])) {}
 
   ECHO_INLINE_MEMBER FloatVector shifted(FloatVector x) const {
-    return lesser_of(greater_of(x * inverse + zero, code_min), code_max) + kShift;
+    return shifted_within(x * inverse + zero, code_min, code_max);
   }
 };
+
+// Where decoded values are looked up they may as well be rounded before that.
+template <int kBits, DType kDType>
+static constexpr Rounding delivered_rounding() {
+  return kDType == DType::kBFloat16 && Decoder<kBits, Rounding::kNone>::kTable ? Rounding::kBFloat16 : Rounding::kNone;
+}
 
 // ---- sources of values: open a group, then load its blocks ----------------------------------------------------------
 template <DType kDType>
@@ -162,5 +173,25 @@ struct TileSource {
   const std::byte* group = nullptr;
   Decoder<kBits, kRounding> decoder{0.0f, 0.0f, 1.0f, Quantizer::kZeroAware};
 };
+
+// Decodes a batch of a tile straight into the tensor, rounded once.
+template <int kBits, DType kDType>
+static inline void deliver(const Batch& batch, const TileSource<kBits, delivered_rounding<kBits, kDType>()>& tile,
+                           void* tensor) {
+  auto source = tile;
+  for (int j = 0; j < batch.groups; ++j) {
+    source.open(j);
+    std::byte* to = static_cast<std::byte*>(tensor) + batch.elem_of(j) * dtype_bytes(kDType);
+    prefetch_group<true>(tensor, batch.first + batch.groups + j, batch.group_elems * dtype_bytes(kDType));
+    for_blocks(batch.elems_of(j), [&](int at, auto extent) {
+      const Block value = source.load(at, extent);
+      if constexpr (delivered_rounding<kBits, kDType>() == Rounding::kBFloat16) {
+        store_raw<16>(((WordVector)value.even >> 16) | (WordVector)value.odd, extent, to + 2 * at);
+      } else {
+        store_elems<kDType>(value, extent, to + at * dtype_bytes(kDType));
+      }
+    });
+  }
+}
 
 }  // namespace echo::cpu

@@ -1,50 +1,45 @@
 // Passes that bring the values of a batch together in an array, and the extremes that its parameters come from.
 #pragma once
 
-#include <limits>
-
 #include "code_loops.h"
 
 namespace echo::cpu {
 
-// Extremes of the groups as they are met. A NaN may be missing from them and an Inf is not looked for; both make the
-// sum of all values other than finite, and then the groups are searched. A sum that overflows costs the search, no
-// more.
+// Extremes of the groups as they are met, as ordered integers: a NaN or an Inf of either sign shows in one of them.
 struct Extremes {
-  FloatVector lo[kBatchGroups];
-  FloatVector hi[kBatchGroups];
-  FloatVector sum;
+  IntVector lo[kBatchGroups];
+  IntVector hi[kBatchGroups];
 };
 
 // x = source [+ correction], added to what x holds with kAdd; extremes of the result with kStats.
 template <bool kCorrect, bool kAdd, bool kStats, typename Source>
 static inline void accumulate(const Batch& batch, Source source, const float* correction, float* x,
                               Extremes* extremes) {
-  const FloatVector infinity = all_of(std::numeric_limits<float>::infinity());
-  Block sum = {};
   for (int j = 0; j < batch.groups; ++j) {
     const int base = j * batch.stride;
     source.open(j);
-    Block lo{infinity, infinity};
-    Block hi{-infinity, -infinity};
+    IntVector lo[2] = {IntVector{} + INT32_MAX, IntVector{} + INT32_MAX};
+    IntVector hi[2] = {IntVector{} + INT32_MIN, IntVector{} + INT32_MIN};
     for_blocks(batch.elems_of(j), [&](int at, auto extent) {
       Block value = source.load(at, extent);
       if constexpr (kCorrect) value = sum_of(value, load_block(correction + base + at));
       if constexpr (kAdd) value = sum_of(load_block(x + base + at), value);
       if constexpr (kStats) {
         value = present_or(value, extent, all_of(value.even[0]));
-        lo = Block{lesser_of(value.even, lo.even), lesser_of(value.odd, lo.odd)};
-        hi = Block{greater_of(value.even, hi.even), greater_of(value.odd, hi.odd)};
-        sum = sum_of(sum, value);
+        const IntVector even = ordered((IntVector)value.even);
+        const IntVector odd = ordered((IntVector)value.odd);
+        lo[0] = lesser_of(even, lo[0]);
+        lo[1] = lesser_of(odd, lo[1]);
+        hi[0] = greater_of(even, hi[0]);
+        hi[1] = greater_of(odd, hi[1]);
       }
       store_block(value, x + base + at);
     });
     if constexpr (kStats) {
-      extremes->lo[j] = lesser_of(lo.even, lo.odd);
-      extremes->hi[j] = greater_of(hi.even, hi.odd);
+      extremes->lo[j] = lesser_of(lo[0], lo[1]);
+      extremes->hi[j] = greater_of(hi[0], hi[1]);
     }
   }
-  if constexpr (kStats) extremes->sum = sum.even + sum.odd;
 }
 
 // Bits of the largest |x| of a group in an array.
@@ -60,20 +55,13 @@ static inline uint32_t max_magnitude_of(const float* x, int elems) {
   return largest;
 }
 
-// Pre: `x` is what `extremes` was taken of.
-static inline BatchStats batch_stats(const Batch& batch, const float* x, Extremes& extremes) {
-  BatchStats stats;
-  stats.bad = IntVector{};
-  const IntVector finite = is_finite_of(extremes.sum);
-  bool search = false;
-  for (int i = 0; i < kVectorElems; ++i) search = search || finite[i] == 0;
-  for (int j = 0; search && j < batch.groups; ++j) {
-    stats.bad[j] = max_magnitude_of(x + j * batch.stride, batch.elems_of(j)) >= kInfBits32 ? -1 : 0;
-  }
-  for (int j = batch.groups; j < kBatchGroups; ++j) extremes.lo[j] = extremes.hi[j] = FloatVector{};
-  stats.lo = fold_each(extremes.lo, [](FloatVector p, FloatVector q) { return lesser_of(p, q); });
-  stats.hi = fold_each(extremes.hi, [](FloatVector p, FloatVector q) { return greater_of(p, q); });
-  return stats;
+static inline BatchStats batch_stats(const Batch& batch, Extremes& extremes) {
+  for (int j = batch.groups; j < kBatchGroups; ++j) extremes.lo[j] = extremes.hi[j] = IntVector{};
+  const IntVector lo = fold_each(extremes.lo, [](IntVector p, IntVector q) { return lesser_of(p, q); });
+  const IntVector hi = fold_each(extremes.hi, [](IntVector p, IntVector q) { return greater_of(p, q); });
+  constexpr auto kInf = static_cast<int32_t>(kInfBits32);
+  return BatchStats{
+      .lo = (FloatVector)ordered(lo), .hi = (FloatVector)ordered(hi), .bad = (lo <= ~kInf) | (hi >= kInf)};
 }
 
 }  // namespace echo::cpu

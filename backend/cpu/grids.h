@@ -7,6 +7,8 @@
 
 namespace echo::cpu {
 
+constexpr float kShift = 12582912.0f;  // as in round_to_int; the low bits of a shifted value are the code
+
 // Of each group: extremes as in GroupStats, and all bits set in `bad` where a value is not finite.
 struct BatchStats {
   FloatVector lo;
@@ -18,7 +20,7 @@ struct BatchGrid {
   PerGroup scale;
   PerGroup inverse;
   PerGroup zero;
-  PerGroup code_min;
+  PerGroup code_min;  // limits as the encoder compares them: bits of the code plus kShift
   PerGroup code_max;
 };
 
@@ -51,7 +53,6 @@ static inline FloatVector zero_aware_of(FloatVector lo, FloatVector hi, FloatVec
   const FloatVector steps_inside = (lesser_of(-lo, hi) / (hi - lo)) * code_levels(codec);
   const FloatVector weight =
       codec.tau > 0.0f ? lesser_of(steps_inside / codec.tau, all_of(1.0f)) : all_of(1.0f);
-  constexpr float kShift = 12582912.0f;  // as in round_to_int
   return weight * ((z + kShift) - kShift) + (1.0f - weight) * z;
 }
 
@@ -97,8 +98,8 @@ static inline void batch_grid(const BatchParams& params, const Codec& codec, Bat
   store_vector(scale, grid.scale.at);
   store_vector(codes ? 1.0f / scale : none, grid.inverse.at);
   store_vector(symmetric ? none : widen16_of(params.zero_bits, codec.scale_dtype), grid.zero.at);
-  store_vector(symmetric ? (codes ? -most : none) : none, grid.code_min.at);
-  store_vector(most, grid.code_max.at);
+  store_vector((symmetric ? -most : none) + kShift, grid.code_min.at);
+  store_vector(most + kShift, grid.code_max.at);
 }
 
 // ---- parameters in a tile -----------------------------------------------------------------------------------------

@@ -88,6 +88,18 @@ void add_copy(const Site& site, const Batch& batch, const std::byte* tile, int64
   });
 }
 
+// What the next batch will read for its group j: contribution and averages.
+template <Update kUpdate>
+ECHO_INLINE void prefetch_next(const Site& site, const Batch& batch, int j) {
+  const int64_t group = batch.first + batch.groups + j;
+  prefetch_group<false>(site.tensor, group, batch.group_elems * dtype_bytes(site.plan.dtype));
+  if constexpr (kUpdate != Update::kNone) {
+    const int64_t bytes = batch.group_elems * state_elem_bytes(site.plan.feedback.state_dtype);
+    prefetch_group<true>(average_base(site, 0), group, bytes);
+    if constexpr (Compensator<kUpdate>::kBoth) prefetch_group<true>(average_base(site, 1), group, bytes);
+  }
+}
+
 template <int kBits, Update kUpdate, Rounding kRounding>
 void encode_batch(const Site& site, const Batch& batch, const float* values, std::byte* codes, Scratch& scratch) {
   const Codec& codec = site.plan.codec;
@@ -100,6 +112,7 @@ void encode_batch(const Site& site, const Batch& batch, const float* values, std
     const Encoder encoder(scratch.grid, j);
     const Decoder<kBits, kRounding> decoder(scratch.grid.scale.at[j], scratch.grid.zero.at[j], undo, codec.quantizer);
     if (batch.elems_of(j) < codec.group_elems) std::memset(out, 0, code_bytes(codec));
+    prefetch_next<kUpdate>(site, batch, j);
     compensator.open(j, batch.stride);
     for_blocks(batch.elems_of(j), [&](int at, auto extent) {
       const Block value = load_block(scaled + at);
@@ -125,7 +138,7 @@ void quantize(const Site& site, const Batch& batch, int64_t slot, int64_t tile_g
     accumulate<false, false, true>(batch, source, nullptr, scratch.scaled.at, &scratch.extremes);
     values = scratch.scaled.at;
   }
-  const BatchParams params = batch_params(batch_stats(batch, values, scratch.extremes), codec);
+  const BatchParams params = batch_params(batch_stats(batch, scratch.extremes), codec);
   batch_grid(params, codec, scratch.grid);
   store_params(params, codec, batch.groups, tile + params_offset(codec, tile_groups) + slot * param_bytes(codec));
   const bool update = updates_locally(site.plan.feedback);
@@ -200,6 +213,7 @@ void update_from_group(const Site& site, const Batch& batch, Scratch& scratch) {
       if constexpr (kUpdate != Update::kNone) {
         Compensator<kUpdate> compensator(plan.feedback, scratch.state);
         for (int j = 0; j < batch.groups; ++j) {
+          prefetch_next<kUpdate>(site, batch, j);
           compensator.open(j, batch.stride);
           for_blocks(batch.elems_of(j), [&](int at, auto extent) {
             const Block x = load_block(scratch.x.at + j * batch.stride + at);
@@ -233,8 +247,19 @@ void tail(const Site& site, GroupRange groups, int64_t tile_groups, const std::b
   const Plan& plan = site.plan;
   const float undo = power_of_two(-site.rescale_log2);
   Scratch scratch;
+  const bool direct = plan.codec.rotation_log2 == 0 && !updates_from_group(plan.feedback);
   for_batches(plan, groups, [&](const Batch& batch) {
     const int64_t slot = batch.first - groups.begin;
+    if (direct) {
+      with_bits(plan.codec.bits, [&](auto bits) {
+        with_dtype(plan.dtype, [&](auto dtype) {
+          const TileSource<bits, delivered_rounding<bits, dtype>()> source(tile, plan.codec, tile_groups, slot,
+                                                                           batch.groups, undo);
+          deliver<bits, dtype>(batch, source, site.tensor);
+        });
+      });
+      return;
+    }
     if (updates_from_group(plan.feedback)) add_contribution(site, batch, true, false, scratch);
     with_bits(plan.codec.bits, [&](auto bits) {
       const TileSource<bits, Rounding::kNone> source(tile, plan.codec, tile_groups, slot, batch.groups, undo);

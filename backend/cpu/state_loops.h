@@ -169,15 +169,16 @@ static inline void store_int8_average(const Batch& batch, const float* values, F
   store_vector(scale_bits == 0 ? FloatVector{} : 1.0f / from_bfloat16_of(scale_bits), inverses.at);
   const HalfVector halves = narrow_to_halves((IntVector)scale_bits);
   std::memcpy(scales + 2 * batch.first, &halves, 2 * batch.groups);
-  const FloatVector limit = all_of(127.0f);
+  const IntVector least = (IntVector)all_of(kShift - 127.0f);
+  const IntVector most_code = (IntVector)all_of(kShift + 127.0f);
   for (int j = 0; j < batch.groups; ++j) {
     const FloatVector inverse = all_of(inverses.at[j]);
     const float* from = values + j * batch.stride;
     std::byte* to = base + batch.elem_of(j);
     for_blocks(batch.elems_of(j), [&](int at, auto extent) {
       const Block x = load_block(from + at);
-      const FloatVector even = lesser_of(greater_of(x.even * inverse, -limit), limit) + kShift;
-      const FloatVector odd = lesser_of(greater_of(x.odd * inverse, -limit), limit) + kShift;
+      const FloatVector even = shifted_within(x.even * inverse, least, most_code);
+      const FloatVector odd = shifted_within(x.odd * inverse, least, most_code);
       store_codes<8>(CodeBlock{(IntVector)even, (IntVector)odd}, extent, to + at);
     });
   }

@@ -60,6 +60,12 @@ ECHO_INLINE FloatVector lesser_of(FloatVector x, FloatVector y) { return x < y ?
 ECHO_INLINE FloatVector greater_of(FloatVector x, FloatVector y) { return x > y ? x : y; }
 #endif
 ECHO_INLINE WordVector greater_of(WordVector x, WordVector y) { return x > y ? x : y; }
+ECHO_INLINE IntVector lesser_of(IntVector x, IntVector y) { return x < y ? x : y; }
+ECHO_INLINE IntVector greater_of(IntVector x, IntVector y) { return x > y ? x : y; }
+
+// Integers in the order of the floats that they stand for, NaNs beyond the infinities of their sign; processors compare
+// integers at twice the rate. Its own inverse.
+ECHO_INLINE IntVector ordered(IntVector x) { return x ^ ((x >> 31) & static_cast<int32_t>(kAbsMask32)); }
 
 // finite_or_zero of core/numeric.h.
 #if defined(__AVX512F__)
