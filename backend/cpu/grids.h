@@ -51,8 +51,7 @@ static inline WordVector stored_scale_of(FloatVector step, ScaleDType format) {
 
 static inline FloatVector zero_aware_of(FloatVector lo, FloatVector hi, FloatVector z, const Codec& codec) {
   const FloatVector steps_inside = (lesser_of(-lo, hi) / (hi - lo)) * code_levels(codec);
-  const FloatVector weight =
-      codec.tau > 0.0f ? lesser_of(steps_inside / codec.tau, all_of(1.0f)) : all_of(1.0f);
+  const FloatVector weight = codec.tau > 0.0f ? lesser_of(steps_inside / codec.tau, all_of(1.0f)) : all_of(1.0f);
   return weight * ((z + kShift) - kShift) + (1.0f - weight) * z;
 }
 

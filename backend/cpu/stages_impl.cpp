@@ -1,7 +1,7 @@
 // The stages for one instruction set. This file is compiled once per set, with ECHO_ISA naming it; nothing in it has
 // external linkage but the table `echo::cpu::<ECHO_ISA>::stages`.
-#include "float_environment.h"
 #include "butterflies.h"
+#include "float_environment.h"
 #include "stages.h"
 #include "state_loops.h"
 
@@ -146,9 +146,8 @@ void quantize(const Site& site, const Batch& batch, int64_t slot, int64_t tile_g
   with_bits(codec.bits, [&](auto bits) {
     if (!update) return encode_batch<bits, Update::kNone, Rounding::kNone>(site, batch, values, codes, scratch);
     with_rounding(rounding, [&](auto rounds) {
-      with_update(update_of(site.plan), [&](auto kind) {
-        encode_batch<bits, kind, rounds>(site, batch, values, codes, scratch);
-      });
+      with_update(update_of(site.plan),
+                  [&](auto kind) { encode_batch<bits, kind, rounds>(site, batch, values, codes, scratch); });
     });
   });
   if (update) store_state(site, batch, scratch.state);

@@ -105,14 +105,12 @@ ECHO_INLINE ByteVector narrow_to_bytes(IntVector x) {
   return (ByteVector)_mm512_castsi512_si128(_mm512_permutexvar_epi32(first_of_each, quarters));
 }
 ECHO_INLINE HalfVector narrow_to_halves(IntVector x) {
-  const __m512i even = _mm512_castsi256_si512(
-      _mm256_setr_epi16(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30));
+  const __m512i even =
+      _mm512_castsi256_si512(_mm256_setr_epi16(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30));
   return (HalfVector)_mm512_castsi512_si256(_mm512_permutexvar_epi16(even, (__m512i)x));
 }
 #elif defined(__AVX2__)
-ECHO_INLINE IntVector widen_bytes(ByteVector x) {
-  return (IntVector)_mm256_cvtepu8_epi32(_mm_loadu_si64(&x));
-}
+ECHO_INLINE IntVector widen_bytes(ByteVector x) { return (IntVector)_mm256_cvtepu8_epi32(_mm_loadu_si64(&x)); }
 ECHO_INLINE IntVector widen_halves(HalfVector x) { return (IntVector)_mm256_cvtepu16_epi32((__m128i)x); }
 ECHO_INLINE IntVector widen_signed_halves(HalfVector x) { return (IntVector)_mm256_cvtepi16_epi32((__m128i)x); }
 ECHO_INLINE HalfVector narrow_to_halves(IntVector x) {
