@@ -11,10 +11,11 @@ struct Extremes {
   IntVector hi[kBatchGroups];
 };
 
-// x = source [+ correction], added to what x holds with kAdd; extremes of the result with kStats.
+// x = values [+ correction], added to what x holds with kAdd; extremes of the result with kStats.
 template <bool kCorrect, bool kAdd, bool kStats, typename Source>
-static inline void accumulate(const Batch& batch, Source source, const float* correction, float* x,
+static inline void accumulate(const Batch& batch, const Source& values, const float* correction, float* x,
                               Extremes* extremes) {
+  Source source = values;
   for (int j = 0; j < batch.groups; ++j) {
     const int base = j * batch.stride;
     source.open(j);
