@@ -51,8 +51,10 @@ ECHO_INLINE FloatVector butterfly_inside(FloatVector x) {
   return __builtin_shuffle(x, partner) + (FloatVector)((IntVector)x ^ sign);
 }
 
-// The strides below kBlockElems that a run has.
-ECHO_INLINE Block butterflies_inside(Block x, int run_log2) {
+// The strides below kBlockElems that a run has; all of them where it is known to be a block or longer.
+template <bool kLongRun>
+ECHO_INLINE Block butterflies_inside(Block x, int given_log2) {
+  const int run_log2 = kLongRun ? SignTables::kShortRuns : given_log2;
   if (run_log2 > 0) x = Block{x.even + x.odd, x.even - x.odd};
   if (run_log2 > 1) x = Block{butterfly_inside<1>(x.even), butterfly_inside<1>(x.odd)};
   if (run_log2 > 2) x = Block{butterfly_inside<2>(x.even), butterfly_inside<2>(x.odd)};
@@ -103,9 +105,11 @@ static inline void outer_butterflies(float* x, int elems, int run_log2) {
 static inline void rotate_entry(float* x, int elems, const Codec& codec) {
   const int m = codec.rotation_log2;
   const float factor = rotation_entry_factor(codec);
-  for (int at = 0; at < elems; at += kBlockElems) {
-    store_block(butterflies_inside(flip_signs(load_block(x + at), at, m), m), x + at);
-  }
+  with_flag(m >= SignTables::kShortRuns, [&](auto long_run) {
+    for (int at = 0; at < elems; at += kBlockElems) {
+      store_block(butterflies_inside<long_run>(flip_signs(load_block(x + at), at, m), m), x + at);
+    }
+  });
   outer_butterflies(x, elems, m);
   if (factor == 1.0f) return;
   for (int at = 0; at < elems; at += kBlockElems) {
@@ -117,7 +121,11 @@ static inline void rotate_entry(float* x, int elems, const Codec& codec) {
 static inline void rotate_exit(float* x, int elems, const Codec& codec) {
   const int m = codec.rotation_log2;
   const FloatVector factor = all_of(rotation_exit_factor(codec));
-  for (int at = 0; at < elems; at += kBlockElems) store_block(butterflies_inside(load_block(x + at), m), x + at);
+  with_flag(m >= SignTables::kShortRuns, [&](auto long_run) {
+    for (int at = 0; at < elems; at += kBlockElems) {
+      store_block(butterflies_inside<long_run>(load_block(x + at), m), x + at);
+    }
+  });
   outer_butterflies(x, elems, m);
   for (int at = 0; at < elems; at += kBlockElems) {
     const Block sum = load_block(x + at);
