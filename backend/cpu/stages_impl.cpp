@@ -209,19 +209,17 @@ void update_from_group(const Site& site, const Batch& batch, Scratch& scratch) {
     with_update(update_of(plan), [&](auto kind) {
       constexpr Rounding kRounding = decltype(rounding)::value;
       constexpr Update kUpdate = decltype(kind)::value;
-      if constexpr (kUpdate != Update::kNone) {
-        Compensator<kUpdate> compensator(plan.feedback, scratch.state);
-        for (int j = 0; j < batch.groups; ++j) {
-          prefetch_next<kUpdate>(site, batch, j);
-          compensator.open(j, batch.stride);
-          for_blocks(batch.elems_of(j), [&](int at, auto extent) {
-            const Block x = load_block(scratch.x.at + j * batch.stride + at);
-            const Block y = load_block(scratch.values.at + j * batch.stride + at);
-            const Block mean{rounded<kRounding>(y.even) * inverse_world, rounded<kRounding>(y.odd) * inverse_world};
-            compensator.update(difference_of(x, mean), at, extent);
-          });
-          compensator.close(j);
-        }
+      Compensator<kUpdate> compensator(plan.feedback, scratch.state);
+      for (int j = 0; j < batch.groups; ++j) {
+        prefetch_next<kUpdate>(site, batch, j);
+        compensator.open(j, batch.stride);
+        for_blocks(batch.elems_of(j), [&](int at, auto extent) {
+          const Block x = load_block(scratch.x.at + j * batch.stride + at);
+          const Block y = load_block(scratch.values.at + j * batch.stride + at);
+          const Block mean{rounded<kRounding>(y.even) * inverse_world, rounded<kRounding>(y.odd) * inverse_world};
+          compensator.update(difference_of(x, mean), at, extent);
+        });
+        compensator.close(j);
       }
     });
   });

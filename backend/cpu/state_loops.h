@@ -69,11 +69,12 @@ static inline Update update_of(const Plan& plan) {
   return two ? Update::kTwo : Update::kOne;
 }
 
+// Nothing to visit where there is no update.
 template <typename Visit>
 ECHO_INLINE void with_update(Update update, Visit&& visit) {
   switch (update) {
     case Update::kNone:
-      return visit(std::integral_constant<Update, Update::kNone>{});
+      return;
     case Update::kFirstOfOne:
       return visit(std::integral_constant<Update, Update::kFirstOfOne>{});
     case Update::kFirstOfTwo:
