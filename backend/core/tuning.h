@@ -19,7 +19,7 @@ constexpr int64_t kWireTileElemsCuda = 1 << 22;
 
 // Peer memory on CPU: bytes of a ring slot (a tile; unmeasured, a few of them fit a core's second-level cache), lanes
 // at most (unmeasured), and the workspace below which a group does without.
-constexpr int64_t kPeerSlotBytes = 16 << 10;
+constexpr int64_t kPeerSlotBytes = 64 << 10;
 constexpr int32_t kPeerMaxLanes = 4;
 constexpr int64_t kPeerMinWorkspaceBytes = 4 << 20;
 
