@@ -1,118 +1,197 @@
-// Values of a group to codes in a tile and back, in vectors: the arithmetic of core/quantizer.h, element for element,
-// and the packing of core/tile.h.
+// Values of a batch to codes in a tile and back: the arithmetic of core/quantizer.h, element for element.
 #pragma once
 
-#include <cstddef>
-#include <cstring>
-
-#include "../core/quantizer.h"
-#include "../core/tile.h"
-#include "vectors.h"
+#include "../core/reduce.h"
+#include "grids.h"
 
 namespace echo::cpu {
 
-// 4-bit codes of neighbouring elements share a byte, the even one in the low nibble.
-template <int kBits>
-static inline void store_codes(IntVector codes, int first_elem, std::byte* out) {
-  if constexpr (kBits == 8) {
-    const ByteVector bytes = __builtin_convertvector(codes, ByteVector);
-    std::memcpy(out + first_elem, &bytes, sizeof(bytes));
-    return;
-  }
-  const LongVector pairs = (LongVector)(codes & 0xf);
-  const PairVector bytes = __builtin_convertvector(pairs | (pairs >> 28), PairVector);
-  std::memcpy(out + first_elem / 2, &bytes, sizeof(bytes));
+// What becomes of a decoded value before it is used: nothing, or rounding to a tensor's 16-bit format.
+enum class Rounding { kNone, kBFloat16, kFloat16 };
+
+template <Rounding kRounding>
+ECHO_INLINE FloatVector rounded(FloatVector x) {
+  if constexpr (kRounding == Rounding::kBFloat16) return (FloatVector)(bfloat16_high(x) & 0xffff0000u);
+  if constexpr (kRounding == Rounding::kFloat16) return from_float16_of(to_float16_of(x));
+  return x;
 }
 
-template <int kBits>
-static inline IntVector load_codes(const std::byte* in, int first_elem) {
-  if constexpr (kBits == 8) {
-    return widen_bytes(in + first_elem);
-  }
-  const LongVector pairs = widen_pairs(in + first_elem / 2);
-  return (IntVector)((pairs & 0xf) | ((pairs & 0xf0) << 28));
+// Y of the residual, given the decoded value; fp32 needs no rounding, as a NaN counts as 0 whatever its bits.
+static inline Rounding reference_rounding(const Plan& plan) {
+  if (plan.codec.rotation_log2 > 0 || plan.dtype == DType::kFloat32) return Rounding::kNone;
+  return plan.dtype == DType::kBFloat16 ? Rounding::kBFloat16 : Rounding::kFloat16;
 }
 
-static inline void store_code(int32_t code, int bits, int elem, std::byte* out) {
-  if (bits == 8) {
-    out[elem] = static_cast<std::byte>(code);
-  } else if (elem % 2 == 0) {
-    out[elem / 2] = static_cast<std::byte>(code & 0xf);
-  } else {
-    out[elem / 2] |= static_cast<std::byte>((code & 0xf) << 4);
+template <typename Visit>
+ECHO_INLINE void with_rounding(Rounding rounding, Visit&& visit) {
+  switch (rounding) {
+    case Rounding::kNone:
+      return visit(std::integral_constant<Rounding, Rounding::kNone>{});
+    case Rounding::kBFloat16:
+      return visit(std::integral_constant<Rounding, Rounding::kBFloat16>{});
+    case Rounding::kFloat16:
+      return visit(std::integral_constant<Rounding, Rounding::kFloat16>{});
   }
 }
 
-static inline uint32_t load_code(const std::byte* in, int bits, int elem) {
-  if (bits == 8) return static_cast<uint32_t>(in[elem]);
-  const auto byte = static_cast<uint32_t>(in[elem / 2]);
-  return elem % 2 == 0 ? byte & 0xf : byte >> 4;
-}
+// Decodes the codes of one group: scale * (code - zero), times the factor that undoes the rescale (1 without one, which
+// changes nothing), then rounded. The 16 values of 4-bit codes fit a vector of AVX-512: there they are computed once
+// per group and looked up.
+template <int kBits, Rounding kRounding>
+class Decoder {
+ public:
+  static constexpr bool kTable = kBits == 4 && kVectorElems == 16;
 
-// The whole vectors of a group; returns the number of elements done.
-template <int kBits, bool kDecode>
-static inline int encode_vectors(const float* x, int elems, const GroupGrid& grid, std::byte* out, float* decoded) {
-  constexpr float kShift = 12582912.0f;  // as in round_to_int; the low bits of the shifted value are the code
-  const FloatVector inverse = FloatVector{} + grid.inverse;
-  const FloatVector zero = FloatVector{} + grid.zero;
-  const FloatVector scale = FloatVector{} + grid.scale;
-  const FloatVector code_min = FloatVector{} + grid.code_min;
-  const FloatVector code_max = FloatVector{} + grid.code_max;
-  const IntVector shift_bits = (IntVector)(FloatVector{} + kShift);
-  int i = 0;
-  for (; i + kVectorElems <= elems; i += kVectorElems) {
-    const FloatVector position = load_vector(x + i) * inverse + zero;
-    const FloatVector shifted = lesser_of(greater_of(position, code_min), code_max) + kShift;
-    store_codes<kBits>((IntVector)shifted - shift_bits, i, out);
-    if constexpr (kDecode) store_vector(scale * ((shifted - kShift) - zero), decoded + i);
-  }
-  return i;
-}
-
-template <int kBits>
-static inline int decode_vectors(const std::byte* in, int elems, const GroupGrid& grid, int32_t sign, float* out) {
-  const FloatVector zero = FloatVector{} + grid.zero;
-  const FloatVector scale = FloatVector{} + grid.scale;
-  int i = 0;
-  for (; i + kVectorElems <= elems; i += kVectorElems) {
-    const IntVector codes = (load_codes<kBits>(in, i) ^ sign) - sign;
-    store_vector(scale * (__builtin_convertvector(codes, FloatVector) - zero), out + i);
-  }
-  return i;
-}
-
-// Writes all code_bytes(codec) bytes of the group, zeros for absent elements; `decoded`, unless null, gets what a
-// receiver will see.
-static inline void encode_codes(const float* x, int elems, const GroupGrid& grid, const Codec& codec, std::byte* out,
-                                float* decoded) {
-  const GroupGrid g = grid;
-  const int bits = codec.bits;
-  if (g.code_max == 0.0f || elems < codec.group_elems) std::memset(out, 0, code_bytes(codec));
-  int i = 0;
-  if (g.code_max != 0.0f) {
-    if (bits == 4) {
-      i = decoded != nullptr ? encode_vectors<4, true>(x, elems, g, out, decoded)
-                             : encode_vectors<4, false>(x, elems, g, out, nullptr);
-    } else {
-      i = decoded != nullptr ? encode_vectors<8, true>(x, elems, g, out, decoded)
-                             : encode_vectors<8, false>(x, elems, g, out, nullptr);
-    }
-    for (; i < elems; ++i) {
-      const float code = encode_element(x[i], g);
-      store_code(static_cast<int32_t>(code), bits, i, out);
-      if (decoded != nullptr) decoded[i] = decode_element(code, g);
+  ECHO_INLINE_MEMBER Decoder(float scale, float zero, float factor, Quantizer quantizer)
+      : scale_(all_of(scale)), zero_(all_of(zero)), factor_(all_of(factor)) {
+    sign_ = IntVector{} + (quantizer == Quantizer::kSymmetric ? 1 << (kBits - 1) : 0);
+    if constexpr (kTable) {
+      IntVector codes;
+      for (int i = 0; i < kVectorElems; ++i) codes[i] = i;
+      table_ = compute(value_of(codes));
     }
   }
-  if (decoded == nullptr) return;
-  for (; i < elems; ++i) decoded[i] = decode_element(0.0f, g);
+
+  // Bits above the code may hold anything.
+  ECHO_INLINE_MEMBER FloatVector of_code(IntVector code) const {
+#if defined(__AVX512F__)
+    if constexpr (kTable) return (FloatVector)_mm512_permutexvar_ps((__m512i)code, table_);
+#endif
+    return compute(value_of(code & ((1 << kBits) - 1)));
+  }
+  // Of a code as an encoder holds it: its value plus kShift.
+  ECHO_INLINE_MEMBER FloatVector of_shifted(FloatVector shifted) const {
+    if constexpr (kTable) return of_code((IntVector)shifted);
+    return compute(shifted - kShift);
+  }
+
+ private:
+  ECHO_INLINE_MEMBER FloatVector value_of(IntVector code) const {
+    return __builtin_convertvector((code ^ sign_) - sign_, FloatVector);
+  }
+  ECHO_INLINE_MEMBER FloatVector compute(FloatVector code) const {
+    return rounded<kRounding>((scale_ * (code - zero_)) * factor_);
+  }
+
+  FloatVector scale_;
+  FloatVector zero_;
+  FloatVector factor_;
+  IntVector sign_;
+  FloatVector table_;
+};
+
+// x + kShift within limits that are shifted too: as integers, which are in the order of the floats where those are
+// positive, and below them where not. Clamping after rounding, to whole numbers, is clamping before it. A NaN becomes
+// either limit.
+ECHO_INLINE FloatVector shifted_within(FloatVector x, IntVector least, IntVector most) {
+  return (FloatVector)lesser_of(greater_of((IntVector)(x + kShift), least), most);
 }
 
-static inline void decode_codes(const std::byte* in, int elems, const GroupGrid& grid, const Codec& codec, float* out) {
-  const GroupGrid g = grid;
-  const Codec c = codec;
-  const int32_t sign = c.quantizer != Quantizer::kSymmetric ? 0 : c.bits == 4 ? 0x8 : 0x80;
-  int i = c.bits == 4 ? decode_vectors<4>(in, elems, g, sign, out) : decode_vectors<8>(in, elems, g, sign, out);
-  for (; i < elems; ++i) out[i] = decode_element(code_value(load_code(in, c.bits, i), c), g);
+// Encodes vectors of one group: the code's value plus kShift.
+struct Encoder {
+  FloatVector inverse;
+  FloatVector zero;
+  IntVector code_min;
+  IntVector code_max;
+
+  ECHO_INLINE_MEMBER Encoder(const BatchGrid& grid, int j)
+      : inverse(all_of(grid.inverse.at[j])),
+        zero(all_of(grid.zero.at[j])),
+        code_min((IntVector)all_of(grid.code_min.at[j])),
+        code_max((IntVector)all_of(grid.code_max.at[j])) {}
+
+  ECHO_INLINE_MEMBER FloatVector shifted(FloatVector x) const {
+    return shifted_within(x * inverse + zero, code_min, code_max);
+  }
+};
+
+// Where decoded values are looked up they may as well be rounded before that.
+template <int kBits, DType kDType>
+static constexpr Rounding delivered_rounding() {
+  return kDType == DType::kBFloat16 && Decoder<kBits, Rounding::kNone>::kTable ? Rounding::kBFloat16 : Rounding::kNone;
+}
+
+// ---- sources of values: open a group, then load its blocks ----------------------------------------------------------
+template <DType kDType>
+struct TensorSource {
+  TensorSource(const void* tensor, const Batch& batch)
+      : base(static_cast<const std::byte*>(tensor) + batch.elem_of(0) * dtype_bytes(kDType)),
+        group_bytes(batch.group_elems * dtype_bytes(kDType)) {}
+
+  ECHO_INLINE_MEMBER void open(int j) { group = base + j * group_bytes; }
+  template <typename Extent>
+  ECHO_INLINE_MEMBER Block load(int at, Extent extent) const {
+    return load_elems<kDType>(group + at * dtype_bytes(kDType), extent);
+  }
+
+  const std::byte* base;
+  int64_t group_bytes;
+  const std::byte* group = nullptr;
+};
+
+// An array of the batch, times a factor.
+struct ArraySource {
+  const float* base;
+  int stride;
+  float factor;
+
+  ECHO_INLINE_MEMBER void open(int j) { group = base + j * stride; }
+  template <typename Extent>
+  ECHO_INLINE_MEMBER Block load(int at, Extent) const {
+    const Block x = load_block(group + at);
+    return Block{x.even * factor, x.odd * factor};
+  }
+  const float* group = nullptr;
+};
+
+template <int kBits, Rounding kRounding>
+struct TileSource {
+  const std::byte* codes;  // of the batch's first group
+  int64_t code_bytes;
+  Quantizer quantizer;
+  float factor;
+  PerGroup scale;
+  PerGroup zero;
+
+  TileSource(const std::byte* tile, const Codec& codec, int64_t tile_groups, int64_t slot, int groups, float undo)
+      : codes(tile + slot * echo::code_bytes(codec)),
+        code_bytes(echo::code_bytes(codec)),
+        quantizer(codec.quantizer),
+        factor(undo) {
+    load_params(tile + params_offset(codec, tile_groups) + slot * param_bytes(codec), codec, groups, scale, zero);
+  }
+
+  ECHO_INLINE_MEMBER void open(int j) {
+    group = codes + j * code_bytes;
+    decoder = Decoder<kBits, kRounding>(scale.at[j], zero.at[j], factor, quantizer);
+  }
+  template <typename Extent>
+  ECHO_INLINE_MEMBER Block load(int at, Extent extent) const {
+    const CodeBlock pair = load_codes<kBits>(group + at * kBits / 8, extent);
+    return Block{decoder.of_code(pair.even), decoder.of_code(pair.odd)};
+  }
+  const std::byte* group = nullptr;
+  Decoder<kBits, kRounding> decoder{0.0f, 0.0f, 1.0f, Quantizer::kZeroAware};
+};
+
+// Decodes a batch of a tile straight into the tensor, rounded once.
+template <int kBits, DType kDType>
+static inline void deliver(const Batch& batch, const TileSource<kBits, delivered_rounding<kBits, kDType>()>& tile,
+                           void* tensor) {
+  auto source = tile;
+  for (int j = 0; j < batch.groups; ++j) {
+    source.open(j);
+    std::byte* to = static_cast<std::byte*>(tensor) + batch.elem_of(j) * dtype_bytes(kDType);
+    prefetch_group<true>(tensor, batch.first + batch.groups + j, batch.group_elems * dtype_bytes(kDType));
+    for_blocks(batch.elems_of(j), [&](int at, auto extent) {
+      const Block value = source.load(at, extent);
+      if constexpr (delivered_rounding<kBits, kDType>() == Rounding::kBFloat16) {
+        store_raw<16>(((WordVector)value.even >> 16) | (WordVector)value.odd, extent, to + 2 * at);
+      } else {
+        store_elems<kDType>(value, extent, to + at * dtype_bytes(kDType));
+      }
+    });
+  }
 }
 
 }  // namespace echo::cpu
