@@ -70,6 +70,9 @@ def main(chosen: argparse.Namespace) -> int:
         except launch.RankError as error:
             print(f"\nbench allreduce failed with {size} ranks:\n{error}", file=sys.stderr)
             return 1
+        except KeyboardInterrupt:
+            print(f"\ninterrupted; what was measured is in {path}", file=sys.stderr)
+            return 130
     return _show(results.read(path), path, out, tables=False)
 
 

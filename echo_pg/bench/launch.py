@@ -52,11 +52,11 @@ def run_ranks(function: Callable[..., None], size: int, *args: Any) -> None:
             for end in (*pipes, *leashes):
                 end.close()
     if failures:
-        texts = []
+        said: dict[str, list[str]] = {}
         for rank, text in sorted(failures.items()):
             died = f"ended with exit code {processes[rank].exitcode} and said nothing"
-            texts.append(f"rank {rank}: {text or died}")
-        raise RankError("\n".join(texts))
+            said.setdefault(text or died, []).append(str(rank))
+        raise RankError("\n".join(f"rank {', '.join(ranks)}: {text}" for text, ranks in said.items()))
 
 
 def _collect(pipes: list[Connection]) -> dict[int, str]:

@@ -160,7 +160,7 @@ def _plain_options(chosen: Any) -> Record | None:
         return None
     fields = dataclasses.asdict(dataclasses.replace(chosen, inner_options=None))
     del fields["inner_options"]
-    return fields
+    return fields | {"dtypes": list(chosen.dtypes)}
 
 
 def append(path: Path, made: Iterable[Record]) -> None:

@@ -65,6 +65,6 @@ class DeepSpeedTwoCollective:
         return received
 
     def _gather(self, part: Any) -> Any:
-        everything = part.new_empty(self.size * part.numel())
-        dist.all_gather_into_tensor(everything, part.reshape(-1), group=self.group)
+        everything = part.new_empty((self.size * part.shape[0], *part.shape[1:]))
+        dist.all_gather_into_tensor(everything, part, group=self.group)
         return everything
