@@ -91,7 +91,7 @@ class Tampered(Echo):
 
 def check_tampered(rank, size):
     row = cases.Row("gloo", "Gloo", kind="inner")
-    bench = measure.Rank(measure.Settings("cpu", ("bfloat16",), (64 * KIB,), (row,), 0, 1))
+    bench = measure.Rank(measure.Settings("cpu", (64 * KIB,), (row,), 0, 1))
     x = bench._contribution(5000, torch.bfloat16)
 
     def one_rank(tensor):
@@ -125,7 +125,7 @@ def measure_compensated(rank, size):
     collectives.MATMUL_SIZE = 64
     names = ("matmul", "unfused4", "unfused4+mm", "group+mm", "local2-tensor", "local1-rot+mm")
     rows = tuple(row for row in cases.CUDA_ROWS if row.name in names)
-    bench = measure.Rank(measure.Settings("cpu", ("bfloat16",), (64 * KIB,), rows, 1, 3))
+    bench = measure.Rank(measure.Settings("cpu", (64 * KIB,), rows, 1, 3))
     found = []
     bench.measure("bfloat16", lambda _: None, lambda _: None, lambda _, measured: found.extend(measured))
     return [(one.row.name, one.error_share, one.wire_bytes, len(one.seconds)) for one in found]

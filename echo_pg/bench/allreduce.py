@@ -137,7 +137,6 @@ def _run_rank(
     dist.init_process_group("gloo", timeout=_TIMEOUT, **place)
     settings = measure.Settings(
         device=plan["device"],
-        dtypes=plan["dtypes"],
         sizes=plan["sizes"],
         rows=cases.choose_rows(plan["device"], ",".join(plan["rows"])),
         warmup=plan["warmup"],

@@ -194,7 +194,7 @@ def make(row: Row, dtype: str, inner_group: Any) -> Collective:
     if row.kind == "inner":
         return Collective(row, inner_group)
     if row.kind == "nothing":
-        return Nothing(row, inner_group)
+        return Nothing(row, None)
     if row.kind == "two_shot":
         return TwoShot(row, inner_group)
     if row.kind == "unfused":

@@ -3,7 +3,8 @@
 Timing: in each iteration every row runs once, first a different one each time. Before a row's turn come, untimed, the
 first site of a new pass (rows with feedback: it skips the correction, so the second is timed), a fresh copy of the
 input (all-reduces work in place and would grow it), and a barrier. The time of an iteration is that of its slowest
-rank.
+rank. On CUDA what a call leaves running beside later work (the update of "group") is not in its time; the rows with a
+matrix multiplication after it show what that costs.
 """
 
 from __future__ import annotations
@@ -28,7 +29,6 @@ class Settings:
     """What all ranks are told."""
 
     device: str
-    dtypes: tuple[str, ...]
     sizes: tuple[int, ...]
     rows: tuple[Row, ...]
     warmup: int
@@ -230,7 +230,10 @@ class Rank:
         return [list(seconds) for seconds in measured.tolist()]
 
     def _barrier(self) -> None:
-        """On CUDA one on the device as well, so that all ranks' streams start together; the host need not wait."""
+        """On CUDA all streams are empty before it, so that nobody's state update disturbs the next row, and a tiny
+        all-reduce follows, so that the ranks' streams start together while the call is being launched."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
         dist.barrier()
         if self.device.type == "cuda":
             dist.all_reduce(self.tick, group=self.inner)
