@@ -98,7 +98,7 @@ def check_tampered(rank, size):
         tensor[4999] += rank * 0.01 * tensor[4999].abs()
 
     def all_ranks(tensor):
-        tensor[4999] += 3 * x[4992:].float().abs().max()
+        tensor[4999] += 3.0  # deviations of a contribution; a step is about a third of one
 
     class Silent(Collective):
         def counters(self):
