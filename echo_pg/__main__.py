@@ -1,9 +1,10 @@
-"""`python -m echo_pg doctor | explain | run`."""
+"""`python -m echo_pg doctor | bench | explain | run`."""
 
 import argparse
 import sys
 
 from . import __version__, run
+from .bench import allreduce
 
 
 def main(arguments: list[str]) -> int:
@@ -18,12 +19,16 @@ def main(arguments: list[str]) -> int:
     commands.add_parser("run", help='run a program with the names "nccl" and "gloo" meaning echo')
     doctor = commands.add_parser("doctor", help="tell what is installed and whether it works; under torchrun also live")
     doctor.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="device of the live check")
+    bench = commands.add_parser("bench", help="measure speed and error against the exact backend")
+    allreduce.add_arguments(bench.add_subparsers(dest="what", required=True).add_parser("allreduce"))
     add_explain(commands.add_parser("explain", help="tell whether an all-reduce would be quantized, and why"))
     chosen = parser.parse_args(arguments)
     if chosen.command == "doctor":
         from . import doctor as doctor_module
 
         return doctor_module.main(chosen.device)
+    if chosen.command == "bench":
+        return allreduce.main(chosen)
     return explain(chosen)
 
 

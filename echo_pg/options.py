@@ -32,7 +32,7 @@ def _boolean(text: str) -> bool:
     raise ValueError("use 1 or 0")
 
 
-def _bytes(text: str) -> int:
+def parse_bytes(text: str) -> int:
     found = re.fullmatch(r"(\d+)\s*([a-z]*)", text.strip().lower())
     if not found or found[2] not in _UNITS:
         raise ValueError("use a number of bytes, or a number with KiB, MiB or GiB")
@@ -129,12 +129,12 @@ class Options:
     early_bits: int = _option("early_bits", 8, int)
     rescale: str = _option("rescale", "auto")
     policy: str = _option("policy", "auto")
-    min_bytes: int = _option("min_bytes", 1 << 20, _bytes)
+    min_bytes: int = _option("min_bytes", 1 << 20, parse_bytes)
     dtypes: tuple[str, ...] = _option("dtypes", ("bfloat16", "float16"), _names)
     allow: str = _option("allow", "")
     deny: str = _option("deny", "")
     fabric: str = _option("fabric", "auto")
-    workspace_bytes: int = _option("workspace_bytes", 64 << 20, _bytes)
+    workspace_bytes: int = _option("workspace_bytes", 64 << 20, parse_bytes)
     timeout: float | timedelta | None = _option("timeout", None, float)
     diagnostics: bool = _option("diagnostics", False, _boolean)
     allow_shared_gpu: bool = _option("allow_shared_gpu", False, _boolean)
@@ -318,6 +318,11 @@ def replaced_backends() -> tuple[str, ...]:
 def replace_in_children(*names: str) -> None:
     """Set ECHO_REPLACE for processes that this one starts."""
     os.environ["ECHO_REPLACE"] = ",".join(names)
+
+
+def set_unless_given(variable: str, value: str) -> None:
+    """Set an environment variable for this process and those that it starts, unless the caller has set it."""
+    os.environ.setdefault(variable, value)
 
 
 def launched_ranks() -> tuple[int, int, int] | None:

@@ -107,7 +107,8 @@ bool PeerGroup::run_lane(const PeerCall& call, int32_t lane, Clock::time_point d
     return wait_for_ticket(view_, offset, ticket(i), WaitSite{source, lane, stage}, call.limits, deadline);
   };
 
-  for (int64_t step = 0; step < mine + 2 * kLookAhead; ++step) {
+  const int64_t ahead = call.look_ahead;
+  for (int64_t step = 0; step < mine + 2 * ahead; ++step) {
     if (const int64_t i = step; i < mine) {  // push
       for (int32_t turn = 1; turn < shape.world_size; ++turn) {
         const int32_t peer = peer_at(turn);
@@ -117,7 +118,7 @@ bool PeerGroup::run_lane(const PeerCall& call, int32_t lane, Clock::time_point d
       }
       if (observer.on_stage) observer.on_stage(lane, Stage::kPush, tile_of(i));
     }
-    if (const int64_t i = step - kLookAhead; i >= 0 && i < mine) {  // reduce, gather
+    if (const int64_t i = step - ahead; i >= 0 && i < mine) {  // reduce, gather
       for (int32_t turn = 1; turn < shape.world_size; ++turn) {
         const int32_t source = peer_at(turn);
         if (!arrived(Stage::kPush, source, i)) return false;
@@ -132,7 +133,7 @@ bool PeerGroup::run_lane(const PeerCall& call, int32_t lane, Clock::time_point d
         hand_over(Stage::kGather, peer, i);
       }
     }
-    if (const int64_t i = step - 2 * kLookAhead; i >= 0) {  // tail
+    if (const int64_t i = step - 2 * ahead; i >= 0) {  // tail
       for (int32_t turn = 0; turn < shape.world_size; ++turn) {
         const int32_t owner = peer_at(turn);
         if (owner != rank && !arrived(Stage::kGather, owner, i)) return false;

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "../core/call_record.h"
+#include "../core/tuning.h"
 #include "peer_wait.h"
 #include "stages.h"
 
@@ -20,6 +21,8 @@ struct PeerCall {
   uint64_t call_number = 0;
   uint64_t exact_calls = 0;
   WaitLimits limits;
+  // Tiles that push runs ahead, from 0 to kLookAhead: less than the ring has room for is safe, and only slower.
+  int32_t look_ahead = kLookAhead;
 };
 
 // What a test may watch: called by the lane, after a push was handed over, and after a gather was seen.

@@ -226,6 +226,7 @@ void bind_group(py::module_& m) {
           "_new_pass",
           [](ProcessGroupEcho& group, const std::string& direction) { group.new_pass(parse_direction(direction)); },
           no_gil)
+      .def("_set_look_ahead", &ProcessGroupEcho::set_look_ahead, py::arg("tiles"))
       .def("_stats", &stats_dict)
       .def("_fault", [](ProcessGroupEcho& group) { return group.report().fault; })
       .def("_desc", &ProcessGroupEcho::description)

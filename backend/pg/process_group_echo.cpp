@@ -196,6 +196,12 @@ void ProcessGroupEcho::new_pass(Direction direction) {
   passes_.announce(direction);
 }
 
+void ProcessGroupEcho::set_look_ahead(int64_t tiles) {
+  TORCH_CHECK_VALUE(tiles >= 0 && tiles <= kLookAhead, "look-ahead is ", tiles, ", but must be from 0 to ", kLookAhead,
+                    " tiles");
+  core_->look_ahead = static_cast<int32_t>(tiles);
+}
+
 GroupReport ProcessGroupEcho::report() {
   const GilRelease no_gil;
   GroupReport report;

@@ -87,6 +87,11 @@ class ProcessGroupEcho : public c10d::Backend {
   Decision explain(const at::Tensor& tensor, const std::string& op);
 
   void new_pass(Direction direction);
+
+  // For benchmarks: look-ahead of later calls over peer memory on CPU, in tiles; the default is kLookAhead, 0 takes
+  // the overlap out. Equal on all ranks. Throws c10::ValueError outside [0, kLookAhead].
+  void set_look_ahead(int64_t tiles);
+
   GroupReport report();
   std::vector<SiteErrors> site_errors(Direction direction) const { return core_->diagnostics.errors(direction); }
   std::string description() const;

@@ -33,7 +33,7 @@ at::Tensor correction_of(const wire::Call& call) {
 }
 
 // Over peer memory: the same plan and the same state, other hands.
-wire::Receipt exchange_with_peers(QuantizedCall& call) {
+wire::Receipt exchange_with_peers(const GroupCore& core, QuantizedCall& call) {
   const wire::Call& wire = call.wire;
   cpu::PeerCall peer_call;
   peer_call.site.plan = wire.plan;
@@ -44,6 +44,7 @@ wire::Receipt exchange_with_peers(QuantizedCall& call) {
   peer_call.call_number = wire.call_number;
   peer_call.exact_calls = wire.exact_calls;
   peer_call.limits.timeout = wire.timeout;
+  peer_call.look_ahead = core.look_ahead;
   call.peer->all_reduce(std::move(peer_call));
   const int64_t sent = call.peer->wire_bytes(wire.plan);
   return wire::Receipt{.wire_bytes = sent, .padding_bytes = sent - ideal_wire_bytes(wire.plan)};
@@ -55,7 +56,7 @@ void exchange(GroupCore& core, QuantizedCall& call) {
     before = Diagnostics::measure_before(call.wire.tensor, correction_of(call.wire), *call.inner);
   }
   const wire::Receipt receipt =
-      call.peer != nullptr ? exchange_with_peers(call) : wire::all_reduce(call.wire, *call.inner, core.workspace);
+      call.peer != nullptr ? exchange_with_peers(core, call) : wire::all_reduce(call.wire, *call.inner, core.workspace);
   core.workspace_bytes = core.workspace.bytes.defined() ? core.workspace.bytes.numel() : 0;
   core.stats.add_wire(receipt.wire_bytes, receipt.padding_bytes);
   if (core.config.diagnostics) core.diagnostics.measure_after(call.site, before, call.wire.tensor);

@@ -11,6 +11,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include "../core/tuning.h"
 #include "../wire/allreduce.h"
 #include "device_fault.hpp"
 #include "diagnostics.hpp"
@@ -38,6 +39,8 @@ struct GroupCore {
   wire::Workspace workspace;                      // used by one call at a time
   std::atomic<int64_t> workspace_bytes{0};
   Diagnostics diagnostics;
+  // Of calls over peer memory on CPU; below kLookAhead only where a benchmark asks what the overlap is worth.
+  std::atomic<int32_t> look_ahead{kLookAhead};
 };
 
 struct QuantizedCall {

@@ -87,7 +87,8 @@ void check_against_simulation(const Case& c) {
     std::mt19937 random(rank);
     for (int number = 0; number < c.calls; ++number) {
       if (random() % 4 == 0) std::this_thread::sleep_for(std::chrono::microseconds(random() % 300));
-      const PeerCall call = call_of(plan_of(c, number), rank, number, worlds[number]);
+      PeerCall call = call_of(plan_of(c, number), rank, number, worlds[number]);
+      call.look_ahead = number / 2 % (kLookAhead + 1);
       const bool complete = group.all_reduce(call, [&](const auto& body) { on_threads(c.lanes, body); });
       if (!complete) std::cerr << group.describe_fault(call) << "\n";
       CHECK(complete);
