@@ -25,6 +25,19 @@ void relax() {
 
 enum FaultState : uint64_t { kNoFault = 0, kWriting = 1, kWritten = 2 };
 
+// A peer that ended without the ticket that every source owes this rank here; -1 if there is none. All sources are
+// looked at: the one waited for may live and be late for long.
+int32_t find_exited(const PeerView& view, int64_t offset, uint64_t expected, WaitSite site, const WaitLimits& limits) {
+  if (!limits.has_exited) return -1;
+  for (int32_t peer = 0; peer < view.shape.world_size; ++peer) {
+    if (peer == view.rank || !limits.has_exited(peer)) continue;
+    // Read after the exit was seen: a peer that left right after its last store has delivered.
+    const auto word = word_at(view.slabs[view.rank], offset + (peer - site.peer) * site.source_stride);
+    if (compare_ticket(word.load(std::memory_order_acquire), expected) == TicketState::kNotYet) return peer;
+  }
+  return -1;
+}
+
 }  // namespace
 
 void raise_fault(const PeerView& view, const FaultRecord& record) {
@@ -66,14 +79,13 @@ bool wait_for_ticket(const PeerView& view, int64_t offset, uint64_t expected, Wa
       const auto now = Clock::now();
       if (now >= deadline) kind = FaultKind::kTimeout;
       if (now >= next_exit_check) {
-        if (limits.has_exited && limits.has_exited(site.peer)) kind = FaultKind::kPeerExited;
+        const int32_t exited = find_exited(view, offset, expected, site, limits);
+        if (exited >= 0) {
+          kind = FaultKind::kPeerExited;
+          site.peer = exited;
+        }
         next_exit_check = now + kExitCheckPeriod;
       }
-    }
-    // A peer that left right after its last store has delivered: look once more before blaming it.
-    if (kind == FaultKind::kPeerExited &&
-        compare_ticket(word.load(std::memory_order_acquire), expected) == TicketState::kHere) {
-      return true;
     }
     if (kind != FaultKind::kNone) {
       raise_fault(view, FaultRecord{.kind = kind,

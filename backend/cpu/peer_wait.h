@@ -23,6 +23,7 @@ struct WaitSite {
   int32_t peer = -1;
   int32_t lane = 0;
   Stage stage = Stage::kPush;
+  int64_t source_stride = 0;  // bytes from a source's word to the same word of the next source
 };
 
 struct WaitLimits {
