@@ -46,9 +46,7 @@ def choose_kill(number: int) -> Kill:
     step = STEPS[number % len(STEPS)]
     in_call = step in ("begun", "pushed", "reduced", "gather seen", "ended")
     in_tile = step in ("pushed", "reduced", "gather seen")
-    return Kill(
-        size, chance.randrange(size), step, chance.randrange(CALLS) * in_call, chance.randrange(4) * in_tile
-    )
+    return Kill(size, chance.randrange(size), step, chance.randrange(CALLS) * in_call, chance.randrange(4) * in_tile)
 
 
 def new_group(fabric: str, ranks: list[int] | None = None) -> Any:
