@@ -10,7 +10,6 @@
 namespace echo::cpu {
 namespace {
 
-constexpr int kSpins = 2000;
 constexpr int kYields = 200;
 constexpr auto kNap = std::chrono::microseconds(50);
 constexpr auto kExitCheckPeriod = std::chrono::milliseconds(200);
@@ -70,7 +69,7 @@ bool wait_for_ticket(const PeerView& view, int64_t offset, uint64_t expected, Wa
     const TicketState state = compare_ticket(seen, expected);
     if (state == TicketState::kHere) return true;
     FaultKind kind = state == TicketState::kForeign ? FaultKind::kForeignTicket : FaultKind::kNone;
-    if (turn < kSpins && kind == FaultKind::kNone) {
+    if (turn < limits.spins && kind == FaultKind::kNone) {
       relax();
       continue;
     }
@@ -97,7 +96,7 @@ bool wait_for_ticket(const PeerView& view, int64_t offset, uint64_t expected, Wa
                                     .seen = seen});
       return false;
     }
-    if (turn < kSpins + kYields) {
+    if (turn < limits.spins + kYields) {
       std::this_thread::yield();
     } else {
       std::this_thread::sleep_for(kNap);

@@ -1,6 +1,7 @@
 #include "peer_fabric.hpp"
 
 #include <pthread.h>
+#include <sched.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -24,9 +25,15 @@ struct Introduction {
   int32_t cores = 1;
 };
 
+int32_t usable_cores() {
+  cpu_set_t cores;
+  if (sched_getaffinity(0, sizeof(cores), &cores) == 0) return std::max(1, CPU_COUNT(&cores));
+  return static_cast<int32_t>(std::max(1u, std::thread::hardware_concurrency()));  // more cores than the set holds
+}
+
 std::string write_introduction() {
   std::ostringstream out;
-  out << getpid() << " " << std::max(1u, std::thread::hardware_concurrency()) << " " << cpu::host_identity();
+  out << getpid() << " " << usable_cores() << " " << cpu::host_identity();
   return out.str();
 }
 
@@ -42,11 +49,12 @@ StoreRounds hello(const PeerFabric::Setup& setup) {
   return {setup.store, "peer/hello", setup.rank, setup.size, setup.timeout};
 }
 
-// The cores of the host are shared out among the ranks; the smallest count that any rank sees decides.
-int32_t lanes_for(const std::vector<Introduction>& ranks) {
+// Cores per rank if those of the host are shared out evenly; 0 if there are fewer than ranks. The smallest count that
+// any rank may use decides.
+int32_t cores_per_rank(const std::vector<Introduction>& ranks) {
   int32_t cores = ranks.front().cores;
   for (const Introduction& rank : ranks) cores = std::min(cores, rank.cores);
-  return std::clamp(cores / static_cast<int32_t>(ranks.size()), 1, kPeerMaxLanes);
+  return cores / static_cast<int32_t>(ranks.size());
 }
 
 std::string first_failure(const std::vector<std::string>& texts) {
@@ -145,7 +153,9 @@ PeerFabric::Vote PeerFabric::make(const Setup& setup) {
     if (setup.observer) setup.observer({.step = step});
   };
   StoreRounds rounds(setup.store, "peer", setup.rank, setup.size, setup.timeout);
-  SlabShape shape{.world_size = setup.size, .lanes = lanes_for(ranks), .slot_bytes = 0};
+  const int32_t cores = cores_per_rank(ranks);
+  fabric->spins_ = cores > 0 ? cpu::kSpins : 0;
+  SlabShape shape{.world_size = setup.size, .lanes = std::clamp(cores, 1, kPeerMaxLanes), .slot_bytes = 0};
   std::optional<cpu::SharedMemory> slab = create_slabs(shape, setup.workspace_bytes, rounds, has_exited);
   if (!slab) return {nullptr, "/dev/shm has too little room; containers get more with --ipc=host or --shm-size=1g"};
   observe(cpu::PeerStep::kCreated);
@@ -175,6 +185,7 @@ PeerFabric::Vote PeerFabric::make(const Setup& setup) {
 }
 
 void PeerFabric::all_reduce(cpu::PeerCall call) {
+  call.limits.spins = spins_;
   call.limits.has_exited = [this](int32_t peer) { return processes_[peer].has_exited(); };
   const bool complete =
       group_->all_reduce(call, [this](const std::function<void(int32_t)>& body) { lanes_->run(body); }, observer_);

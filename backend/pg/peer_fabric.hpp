@@ -87,6 +87,7 @@ class PeerFabric {
   std::unique_ptr<cpu::PeerGroup> group_;
   std::unique_ptr<LaneThreads> lanes_;
   cpu::PeerObserver observer_;
+  int32_t spins_ = 0;  // of a waiter, before it yields
 };
 
 }  // namespace echo::pg

@@ -225,6 +225,16 @@ ECHO_TEST(a_late_rank_faults_at_the_time_out) { check_trouble(Trouble::kLate, "d
 ECHO_TEST(an_exited_rank_faults) { check_trouble(Trouble::kExited, "has exited"); }
 ECHO_TEST(an_abort_ends_all_waiting) { check_trouble(Trouble::kAborted, "aborted by rank 1"); }
 
+ECHO_TEST(slabs_halve_down_to_the_floor) {
+  SlabShape shape{8, 4, 64 << 10};
+  CHECK(slab_bytes(shape) > 8 << 20);
+  const int64_t before = slab_bytes(shape);
+  shape.slot_bytes = smaller_slot_bytes(shape);
+  CHECK(slab_bytes(shape) <= before / 2);
+  CHECK(slab_bytes(shape) >= kPeerMinWorkspaceBytes);
+  CHECK_EQ(smaller_slot_bytes(shape), int64_t{0});
+}
+
 ECHO_TEST(tickets_are_wrap_safe) {
   const uint64_t last = ticket_of(0xffffffffu, 7);
   CHECK_EQ(static_cast<uint32_t>(last), 0u);
