@@ -12,6 +12,7 @@ namespace {
 
 constexpr int kYields = 200;
 constexpr auto kNap = std::chrono::microseconds(50);
+constexpr auto kWritingPatience = std::chrono::milliseconds(500);
 constexpr auto kExitCheckPeriod = std::chrono::milliseconds(200);
 
 void relax() {
@@ -51,8 +52,13 @@ void raise_fault(const PeerView& view, const FaultRecord& record) {
 
 FaultRecord read_fault(const PeerView& view) {
   std::byte* slab = view.slabs[view.rank];
+  const auto word = word_at(slab, fault_offset());
+  uint64_t state = word.load(std::memory_order_acquire);
+  for (auto waited = kNap * 0; state == kWriting && waited < kWritingPatience; waited += kNap) {
+    std::this_thread::sleep_for(kNap);  // its author may just have lost its core
+    state = word.load(std::memory_order_acquire);
+  }
   FaultRecord record;
-  const uint64_t state = word_at(slab, fault_offset()).load(std::memory_order_acquire);
   if (state == kWritten) std::memcpy(&record, slab + fault_record_offset(0), sizeof(record));
   if (state == kWriting) record.kind = FaultKind::kAborted;  // its author died while writing it
   return record;
