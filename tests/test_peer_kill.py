@@ -143,10 +143,14 @@ def run_kill(rank: int, size: int, kill: Kill) -> None:
     dist.destroy_process_group(group)
 
 
+def name_of(kill: Kill) -> str:
+    return f"{kill.step.replace(' ', '_')}-call{kill.call}-tile{kill.tile}-rank{kill.rank}of{kill.size}"
+
+
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "kill" in metafunc.fixturenames:
         kills = [choose_kill(number) for number in range(metafunc.config.getoption("--kills"))]
-        metafunc.parametrize("kill", kills, ids=lambda k: f"{k.step} {k.call}.{k.tile} rank {k.rank} of {k.size}")
+        metafunc.parametrize("kill", kills, ids=name_of)
 
 
 def test_a_killed_rank(kill: Kill) -> None:
