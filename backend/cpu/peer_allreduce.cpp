@@ -161,7 +161,8 @@ std::string PeerGroup::describe_fault(const PeerCall& call) const {
   FaultRecord record = fault();
   record.timeout_ms = static_cast<uint32_t>(call.limits.timeout.count());
   FaultWitness witness{.rank = view_.rank,
-                       .mine = make_call_record(call.site.plan, call.direction, call.call_number, call.exact_calls)};
+                       .mine = make_call_record(call.site.plan, call.direction, call.call_number, call.exact_calls),
+                       .theirs = {}};
   const int32_t other = record.rank == view_.rank ? record.peer : record.rank;
   if (other >= 0) {
     const auto parity = static_cast<int32_t>(call.call_number % kCallParities);
