@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -142,6 +143,27 @@ def test_a_rank_that_is_killed(fabric: str) -> None:
     assert isinstance(results[1], RankError) and "-9" in str(results[1])
     for text, seconds in (results[0], results[2]):
         assert "exchange" in text and seconds < TIMEOUT, (text, seconds)
+
+
+def run_stopped(rank: int, size: int) -> tuple[str, float]:
+    """Rank 1 lives but does not move, until long after the others have given up."""
+    group = failing_group(fabric="peer")
+    dist.all_reduce(contribution(rank), group=group)
+    if rank == 1:
+        subprocess.Popen(["sh", "-c", f"sleep {TIMEOUT + 2}; kill -CONT {os.getpid()}"])
+        os.kill(os.getpid(), signal.SIGSTOP)
+    outcome = error_of(lambda: dist.all_reduce(contribution(rank), group=group))
+    check_that_it_stays_faulted(group, outcome[0])
+    return outcome
+
+
+def test_a_rank_that_is_stopped() -> None:
+    results = run_ranks(run_stopped, 3)
+    for rank in (0, 2):
+        text, seconds = results[rank]
+        assert f"rank 1 did not come within {TIMEOUT * 1000:.0f} ms" in text, text
+        assert TIMEOUT <= seconds < TIMEOUT + 1, (text, seconds)
+    assert "rank 1 did not come within" in results[1][0], results[1]
 
 
 def run_local_failure(rank: int, size: int, fabric: str) -> tuple[str, float]:

@@ -90,6 +90,13 @@ inline int64_t slot_bytes_for(int64_t workspace_bytes, int32_t world_size, int32
   return bytes < kMaxGroupElems + 2 * kTileAlignBytes ? 0 : bytes;
 }
 
+// The next smaller slots for a host without room for these: half the slab; 0 below the floor.
+inline int64_t smaller_slot_bytes(const SlabShape& shape) {
+  const int64_t workspace_bytes = slab_bytes(shape) / 2;
+  if (workspace_bytes < kPeerMinWorkspaceBytes) return 0;
+  return slot_bytes_for(workspace_bytes, shape.world_size, shape.lanes, shape.slot_bytes);
+}
+
 // Groups per tile such that a tile fits a slot and every lane gets work from a small segment.
 inline int64_t peer_tile_groups(const Plan& plan, const SlabShape& shape) {
   const int64_t group_bytes = code_bytes(plan.codec) + param_bytes(plan.codec);

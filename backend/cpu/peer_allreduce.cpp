@@ -23,11 +23,8 @@ void fill_with_nan(const Site& site) {
 
 }  // namespace
 
-PeerGroup::PeerGroup(SlabShape shape, int32_t rank, std::vector<std::byte*> slabs)
-    : slabs_(std::move(slabs)),
-      view_{shape, rank, slabs_.data()},
-      sequences_(shape.lanes, 0),
-      stages_(active_stages()) {}
+PeerGroup::PeerGroup(SlabShape shape, int32_t rank, std::vector<std::byte*> slabs, const Stages& stages)
+    : slabs_(std::move(slabs)), view_{shape, rank, slabs_.data()}, sequences_(shape.lanes, 0), stages_(stages) {}
 
 int64_t PeerGroup::wire_bytes(const Plan& plan) const {
   return sent_tile_bytes(plan, peer_tile_groups(plan, view_.shape)) + (plan.world_size - 1) * kRecordBytes;
@@ -49,7 +46,10 @@ bool PeerGroup::agree(PeerCall& call, Clock::time_point deadline) {
 
   uint32_t largest = 0;
   for (int32_t peer = 0; peer < view_.shape.world_size; ++peer) {
-    const WaitSite site{.peer = peer, .lane = 0, .stage = Stage::kPush};
+    const WaitSite site{.peer = peer,
+                        .lane = 0,
+                        .stage = Stage::kPush,
+                        .source_stride = record_ticket_offset(1, parity) - record_ticket_offset(0, parity)};
     if (!wait_for_ticket(view_, record_ticket_offset(peer, parity), ticket, site, call.limits, deadline)) return false;
     CallRecord theirs;
     std::memcpy(&theirs, slabs_[rank] + record_offset(view_.shape, peer, parity), sizeof(theirs));
@@ -64,6 +64,7 @@ bool PeerGroup::all_reduce(const PeerCall& given,
                            const PeerObserver& observer) {
   PeerCall call = given;
   const Clock::time_point deadline = Clock::now() + call.limits.timeout;
+  if (observer) observer({.step = PeerStep::kBegun, .call_number = call.call_number});
   std::atomic<bool> complete{fault().kind == FaultKind::kNone && agree(call, deadline)};
   if (complete) {
     run_lanes([&](int32_t lane) {
@@ -73,6 +74,7 @@ bool PeerGroup::all_reduce(const PeerCall& given,
   // A peer may have faulted where this rank had nothing to wait for: its result is then complete, and the next call
   // reports.
   if (!complete) fill_with_nan(call.site);
+  if (observer && complete) observer({.step = PeerStep::kEnded, .call_number = call.call_number});
   return complete;
 }
 
@@ -98,13 +100,17 @@ bool PeerGroup::run_lane(const PeerCall& call, int32_t lane, Clock::time_point d
   const auto slot = [&](int64_t i) { return static_cast<int32_t>((first + static_cast<uint32_t>(i)) % kRingSlots); };
   const auto ticket = [&](int64_t i) { return ticket_of(first + static_cast<uint32_t>(i), hash); };
   const auto peer_at = [&](int32_t step) { return (rank + step) % shape.world_size; };
+  const auto observe = [&](PeerStep step, int64_t i) {
+    if (observer) observer({.step = step, .call_number = call.call_number, .lane = lane, .tile = tile_of(i)});
+  };
   const auto hand_over = [&](Stage stage, int32_t peer, int64_t i) {
     word_at(slabs_[peer], flag_offset(shape, lane, stage, rank, slot(i)))
         .store(ticket(i), std::memory_order_release);  // P1
   };
   const auto arrived = [&](Stage stage, int32_t source, int64_t i) {
     const int64_t offset = flag_offset(shape, lane, stage, source, slot(i));
-    return wait_for_ticket(view_, offset, ticket(i), WaitSite{source, lane, stage}, call.limits, deadline);
+    const int64_t stride = flag_offset(shape, lane, stage, 1, 0) - flag_offset(shape, lane, stage, 0, 0);
+    return wait_for_ticket(view_, offset, ticket(i), WaitSite{source, lane, stage, stride}, call.limits, deadline);
   };
 
   const int64_t ahead = call.look_ahead;
@@ -116,7 +122,7 @@ bool PeerGroup::run_lane(const PeerCall& call, int32_t lane, Clock::time_point d
                      slabs_[peer] + slot_offset(shape, lane, Stage::kPush, rank, slot(i)));
         hand_over(Stage::kPush, peer, i);
       }
-      if (observer.on_stage) observer.on_stage(lane, Stage::kPush, tile_of(i));
+      observe(PeerStep::kPushed, i);
     }
     if (const int64_t i = step - ahead; i >= 0 && i < mine) {  // reduce, gather
       for (int32_t turn = 1; turn < shape.world_size; ++turn) {
@@ -126,6 +132,7 @@ bool PeerGroup::run_lane(const PeerCall& call, int32_t lane, Clock::time_point d
       }
       std::byte* reduced = slabs_[rank] + slot_offset(shape, lane, Stage::kGather, rank, slot(i));
       stages_.reduce(site, range(rank, i), room(i), peer_tiles.data(), reduced);
+      observe(PeerStep::kReduced, i);
       for (int32_t turn = 1; turn < shape.world_size; ++turn) {
         const int32_t peer = peer_at(turn);
         std::memcpy(slabs_[peer] + slot_offset(shape, lane, Stage::kGather, rank, slot(i)), reduced,
@@ -136,11 +143,13 @@ bool PeerGroup::run_lane(const PeerCall& call, int32_t lane, Clock::time_point d
     if (const int64_t i = step - 2 * ahead; i >= 0) {  // tail
       for (int32_t turn = 0; turn < shape.world_size; ++turn) {
         const int32_t owner = peer_at(turn);
-        if (owner != rank && !arrived(Stage::kGather, owner, i)) return false;
+        if (owner != rank) {
+          if (!arrived(Stage::kGather, owner, i)) return false;
+          observe(PeerStep::kGatherSeen, i);
+        }
         stages_.tail(site, range(owner, i), room(i),
                      slabs_[rank] + slot_offset(shape, lane, Stage::kGather, owner, slot(i)));
       }
-      if (observer.on_stage) observer.on_stage(lane, Stage::kGather, tile_of(i));
     }
   }
   sequences_[lane] = first + static_cast<uint32_t>(mine);
@@ -153,7 +162,8 @@ std::string PeerGroup::describe_fault(const PeerCall& call) const {
   FaultRecord record = fault();
   record.timeout_ms = static_cast<uint32_t>(call.limits.timeout.count());
   FaultWitness witness{.rank = view_.rank,
-                       .mine = make_call_record(call.site.plan, call.direction, call.call_number, call.exact_calls)};
+                       .mine = make_call_record(call.site.plan, call.direction, call.call_number, call.exact_calls),
+                       .theirs = {}};
   const int32_t other = record.rank == view_.rank ? record.peer : record.rank;
   if (other >= 0) {
     const auto parity = static_cast<int32_t>(call.call_number % kCallParities);

@@ -25,16 +25,33 @@ struct PeerCall {
   int32_t look_ahead = kLookAhead;
 };
 
-// What a test may watch: called by the lane, after a push was handed over, and after a gather was seen.
-struct PeerObserver {
-  std::function<void(int32_t lane, Stage stage, int64_t tile)> on_stage;
+// What a rank has just done, where a test may watch it or end it.
+enum class PeerStep : uint8_t {
+  kCreated,     // its slab is made, no peer has mapped it
+  kMapped,      // all slabs are mapped
+  kBegun,       // it entered a call
+  kPushed,      // a tile's codes are handed to all peers
+  kReduced,     // a tile of its own segment is reduced, no peer has it yet
+  kGatherSeen,  // a peer's reduced tile has come, its own is decoded already
+  kEnded,       // its part of a call is complete
+  kClosing,     // it is about to unmap the slabs
 };
+
+struct PeerMoment {
+  PeerStep step = PeerStep::kCreated;
+  uint64_t call_number = 0;
+  int32_t lane = 0;
+  int64_t tile = 0;  // number within the segment
+};
+
+// For tests; called on the thread that does the step, lanes at a time.
+using PeerObserver = std::function<void(const PeerMoment&)>;
 
 // One rank's end of the protocol. Calls are collective and serial; a lane's sequence lives as long as the group.
 class PeerGroup {
  public:
   // `slabs` are mapped, zeroed before any rank uses them, and outlive this object; slabs[rank] is this rank's.
-  PeerGroup(SlabShape shape, int32_t rank, std::vector<std::byte*> slabs);
+  PeerGroup(SlabShape shape, int32_t rank, std::vector<std::byte*> slabs, const Stages& stages = active_stages());
 
   const SlabShape& shape() const { return view_.shape; }
 

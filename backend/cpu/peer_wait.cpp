@@ -10,9 +10,9 @@
 namespace echo::cpu {
 namespace {
 
-constexpr int kSpins = 2000;
 constexpr int kYields = 200;
 constexpr auto kNap = std::chrono::microseconds(50);
+constexpr auto kWritingPatience = std::chrono::milliseconds(500);
 constexpr auto kExitCheckPeriod = std::chrono::milliseconds(200);
 
 void relax() {
@@ -24,6 +24,19 @@ void relax() {
 }
 
 enum FaultState : uint64_t { kNoFault = 0, kWriting = 1, kWritten = 2 };
+
+// A peer that ended without the ticket that every source owes this rank here; -1 if there is none. All sources are
+// looked at: the one waited for may live and be late for long.
+int32_t find_exited(const PeerView& view, int64_t offset, uint64_t expected, WaitSite site, const WaitLimits& limits) {
+  if (!limits.has_exited) return -1;
+  for (int32_t peer = 0; peer < view.shape.world_size; ++peer) {
+    if (peer == view.rank || !limits.has_exited(peer)) continue;
+    // Read after the exit was seen: a peer that left right after its last store has delivered.
+    const auto word = word_at(view.slabs[view.rank], offset + (peer - site.peer) * site.source_stride);
+    if (compare_ticket(word.load(std::memory_order_acquire), expected) == TicketState::kNotYet) return peer;
+  }
+  return -1;
+}
 
 }  // namespace
 
@@ -39,8 +52,13 @@ void raise_fault(const PeerView& view, const FaultRecord& record) {
 
 FaultRecord read_fault(const PeerView& view) {
   std::byte* slab = view.slabs[view.rank];
+  const auto word = word_at(slab, fault_offset());
+  uint64_t state = word.load(std::memory_order_acquire);
+  for (auto waited = kNap * 0; state == kWriting && waited < kWritingPatience; waited += kNap) {
+    std::this_thread::sleep_for(kNap);  // its author may just have lost its core
+    state = word.load(std::memory_order_acquire);
+  }
   FaultRecord record;
-  const uint64_t state = word_at(slab, fault_offset()).load(std::memory_order_acquire);
   if (state == kWritten) std::memcpy(&record, slab + fault_record_offset(0), sizeof(record));
   if (state == kWriting) record.kind = FaultKind::kAborted;  // its author died while writing it
   return record;
@@ -57,7 +75,7 @@ bool wait_for_ticket(const PeerView& view, int64_t offset, uint64_t expected, Wa
     const TicketState state = compare_ticket(seen, expected);
     if (state == TicketState::kHere) return true;
     FaultKind kind = state == TicketState::kForeign ? FaultKind::kForeignTicket : FaultKind::kNone;
-    if (turn < kSpins && kind == FaultKind::kNone) {
+    if (turn < limits.spins && kind == FaultKind::kNone) {
       relax();
       continue;
     }
@@ -66,14 +84,13 @@ bool wait_for_ticket(const PeerView& view, int64_t offset, uint64_t expected, Wa
       const auto now = Clock::now();
       if (now >= deadline) kind = FaultKind::kTimeout;
       if (now >= next_exit_check) {
-        if (limits.has_exited && limits.has_exited(site.peer)) kind = FaultKind::kPeerExited;
+        const int32_t exited = find_exited(view, offset, expected, site, limits);
+        if (exited >= 0) {
+          kind = FaultKind::kPeerExited;
+          site.peer = exited;
+        }
         next_exit_check = now + kExitCheckPeriod;
       }
-    }
-    // A peer that left right after its last store has delivered: look once more before blaming it.
-    if (kind == FaultKind::kPeerExited &&
-        compare_ticket(word.load(std::memory_order_acquire), expected) == TicketState::kHere) {
-      return true;
     }
     if (kind != FaultKind::kNone) {
       raise_fault(view, FaultRecord{.kind = kind,
@@ -85,7 +102,7 @@ bool wait_for_ticket(const PeerView& view, int64_t offset, uint64_t expected, Wa
                                     .seen = seen});
       return false;
     }
-    if (turn < kSpins + kYields) {
+    if (turn < limits.spins + kYields) {
       std::this_thread::yield();
     } else {
       std::this_thread::sleep_for(kNap);

@@ -132,6 +132,15 @@ QuantizedCall ProcessGroupEcho::prepare(const at::Tensor& tensor, const CallOpti
   return call;
 }
 
+PeerFabric::Setup ProcessGroupEcho::peer_setup(milliseconds timeout) const {
+  return {.store = store_,
+          .rank = getRank(),
+          .size = getSize(),
+          .workspace_bytes = core_->config.workspace_bytes,
+          .timeout = timeout,
+          .observer = core_->peer_observer};
+}
+
 // Peer memory for a device's tensors, nullptr where the wire carries them. The first call takes the vote, on all ranks.
 PeerFabric* ProcessGroupEcho::peer_fabric(c10::Device device, milliseconds timeout) {
   const Config& config = core_->config;
@@ -142,11 +151,7 @@ PeerFabric* ProcessGroupEcho::peer_fabric(c10::Device device, milliseconds timeo
     return nullptr;
   }
   if (!core_->peer) {
-    core_->peer = PeerFabric::make({.store = store_,
-                                    .rank = getRank(),
-                                    .size = getSize(),
-                                    .workspace_bytes = config.workspace_bytes,
-                                    .timeout = timeout});
+    core_->peer = PeerFabric::make(peer_setup(timeout));
     core_->peer_fabric = core_->peer->fabric.get();
     TORCH_CHECK_WITH(DistBackendError, core_->peer->fabric || config.fabric != "peer",
                      "fabric='peer' was asked for, but ", core_->peer->reason);

@@ -1,6 +1,7 @@
 #include "peer_fabric.hpp"
 
 #include <pthread.h>
+#include <sched.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -24,9 +25,15 @@ struct Introduction {
   int32_t cores = 1;
 };
 
+int32_t usable_cores() {
+  cpu_set_t cores;
+  if (sched_getaffinity(0, sizeof(cores), &cores) == 0) return std::max(1, CPU_COUNT(&cores));
+  return static_cast<int32_t>(std::max(1u, std::thread::hardware_concurrency()));  // more cores than the set holds
+}
+
 std::string write_introduction() {
   std::ostringstream out;
-  out << getpid() << " " << std::max(1u, std::thread::hardware_concurrency()) << " " << cpu::host_identity();
+  out << getpid() << " " << usable_cores() << " " << cpu::host_identity();
   return out.str();
 }
 
@@ -38,29 +45,16 @@ Introduction read_introduction(const std::string& text) {
   return introduction;
 }
 
-// The cores of the host are shared out among the ranks; the smallest count that any rank sees decides.
-int32_t lanes_for(const std::vector<Introduction>& ranks) {
-  int32_t cores = ranks.front().cores;
-  for (const Introduction& rank : ranks) cores = std::min(cores, rank.cores);
-  return std::clamp(cores / static_cast<int32_t>(ranks.size()), 1, kPeerMaxLanes);
+StoreRounds hello(const PeerFabric::Setup& setup) {
+  return {setup.store, "peer/hello", setup.rank, setup.size, setup.timeout};
 }
 
-// Memory for a slab of slots as large as tuned, or half of that and so on where the host has no room; nothing below the
-// floor.
-std::optional<cpu::SharedMemory> create_slab(SlabShape& shape, const PeerFabric::Setup& setup) {
-  int64_t workspace = setup.workspace_bytes;
-  shape.slot_bytes = slot_bytes_for(workspace, shape.world_size, shape.lanes, kPeerSlotBytes);
-  while (shape.slot_bytes > 0) {
-    try {
-      return cpu::SharedMemory::create(echo::slab_bytes(shape));
-    } catch (const std::system_error&) {
-      workspace = std::min(workspace, echo::slab_bytes(shape)) / 2;
-      if (workspace < kPeerMinWorkspaceBytes) break;
-      shape.slot_bytes = slot_bytes_for(workspace, shape.world_size, shape.lanes, kPeerSlotBytes);
-    }
-  }
-  shape.slot_bytes = 0;
-  return std::nullopt;
+// Cores per rank if those of the host are shared out evenly; 0 if there are fewer than ranks. The smallest count that
+// any rank may use decides.
+int32_t cores_per_rank(const std::vector<Introduction>& ranks) {
+  int32_t cores = ranks.front().cores;
+  for (const Introduction& rank : ranks) cores = std::min(cores, rank.cores);
+  return cores / static_cast<int32_t>(ranks.size());
 }
 
 std::string first_failure(const std::vector<std::string>& texts) {
@@ -68,6 +62,26 @@ std::string first_failure(const std::vector<std::string>& texts) {
     if (!texts[rank].empty()) return "rank " + std::to_string(rank) + ": " + texts[rank];
   }
   return {};
+}
+
+// Slabs with slots as large as tuned, or half of that and so on where the host has no room for all of them; empty on
+// all ranks if not even the smallest fit. No rank tries a size while another still holds a larger slab.
+std::optional<cpu::SharedMemory> create_slabs(SlabShape& shape, int64_t workspace_bytes, StoreRounds& rounds,
+                                              const StoreRounds::HasExited& has_exited) {
+  shape.slot_bytes = slot_bytes_for(workspace_bytes, shape.world_size, shape.lanes, kPeerSlotBytes);
+  for (; shape.slot_bytes > 0; shape.slot_bytes = smaller_slot_bytes(shape)) {
+    std::optional<cpu::SharedMemory> slab;
+    std::string failure;
+    try {
+      slab = cpu::SharedMemory::create(echo::slab_bytes(shape));
+    } catch (const std::system_error& error) {
+      failure = error.what();
+    }
+    if (first_failure(rounds.exchange(failure, has_exited)).empty()) return slab;
+    slab.reset();
+    rounds.exchange("", has_exited);
+  }
+  return std::nullopt;
 }
 
 }  // namespace
@@ -117,68 +131,64 @@ void LaneThreads::serve(int32_t lane) {
   }
 }
 
+PeerFabric::~PeerFabric() {
+  if (observer_) observer_({.step = cpu::PeerStep::kClosing});
+}
+
+void PeerFabric::introduce(const Setup& setup) { hello(setup).say(write_introduction()); }
+
 PeerFabric::Vote PeerFabric::make(const Setup& setup) {
-  StoreRounds rounds(setup.store, "peer", setup.rank, setup.size, setup.timeout);
   std::vector<Introduction> ranks;
-  for (const std::string& text : rounds.exchange(write_introduction())) ranks.push_back(read_introduction(text));
+  for (const std::string& text : hello(setup).hear()) ranks.push_back(read_introduction(text));
   for (int32_t rank = 1; rank < setup.size; ++rank) {
     if (ranks[rank].identity == ranks[0].identity) continue;
     return {nullptr,
             "ranks 0 and " + std::to_string(rank) + " share no memory (other host, user, or IPC or PID namespace)"};
   }
-
-  SlabShape shape{.world_size = setup.size, .lanes = lanes_for(ranks), .slot_bytes = 0};
-  std::optional<cpu::SharedMemory> slab = create_slab(shape, setup);
-  int64_t agreed = shape.slot_bytes;
-  for (const std::string& text : rounds.exchange(std::to_string(shape.slot_bytes))) {
-    agreed = std::min<int64_t>(agreed, std::stoll(text));
-  }
-  if (agreed == 0) {
-    return {nullptr, "/dev/shm has too little room; containers get more with --ipc=host or --shm-size=1g"};
-  }
-
-  std::string failure;
-  if (agreed != shape.slot_bytes) {
-    shape.slot_bytes = agreed;
-    slab.reset();
-    try {
-      slab = cpu::SharedMemory::create(echo::slab_bytes(shape));
-    } catch (const std::system_error& error) {
-      failure = error.what();
-    }
-  }
-  const std::vector<std::string> paths = rounds.exchange(slab ? slab->path() : std::string());
   std::unique_ptr<PeerFabric> fabric(new PeerFabric());
+  for (const Introduction& rank : ranks) fabric->processes_.emplace_back(rank.pid);
+
+  const auto has_exited = [&](int32_t rank) { return fabric->processes_[rank].has_exited(); };
+  const auto observe = [&](cpu::PeerStep step) {
+    if (setup.observer) setup.observer({.step = step});
+  };
+  StoreRounds rounds(setup.store, "peer", setup.rank, setup.size, setup.timeout);
+  const int32_t cores = cores_per_rank(ranks);
+  fabric->spins_ = cores > 0 ? cpu::kSpins : 0;
+  SlabShape shape{.world_size = setup.size, .lanes = std::clamp(cores, 1, kPeerMaxLanes), .slot_bytes = 0};
+  std::optional<cpu::SharedMemory> slab = create_slabs(shape, setup.workspace_bytes, rounds, has_exited);
+  if (!slab) return {nullptr, "/dev/shm has too little room; containers get more with --ipc=host or --shm-size=1g"};
+  observe(cpu::PeerStep::kCreated);
+
+  const std::vector<std::string> paths = rounds.exchange(slab->path(), has_exited);
   std::vector<std::byte*> bases(setup.size);
-  fabric->processes_.resize(setup.size);
-  if (slab) fabric->memory_.push_back(std::move(*slab));
+  fabric->memory_.push_back(std::move(*slab));
+  std::string failure;
   try {
-    for (int32_t rank = 0; rank < setup.size && failure.empty(); ++rank) {
-      if (rank == setup.rank) {
-        bases[rank] = fabric->memory_.front().data();
-        continue;
-      }
-      fabric->memory_.push_back(cpu::SharedMemory::open(paths[rank], echo::slab_bytes(shape)));
-      bases[rank] = fabric->memory_.back().data();
-      fabric->processes_[rank] = cpu::PeerProcess(ranks[rank].pid);
+    for (int32_t rank = 0; rank < setup.size; ++rank) {
+      if (rank != setup.rank) fabric->memory_.push_back(cpu::SharedMemory::open(paths[rank], echo::slab_bytes(shape)));
+      bases[rank] = (rank == setup.rank ? fabric->memory_.front() : fabric->memory_.back()).data();
     }
   } catch (const std::system_error& error) {
     failure = error.what();
   }
   // Every rank has mapped what it could when this round ends: nobody needs the handles any more.
-  failure = first_failure(rounds.exchange(failure));
+  failure = first_failure(rounds.exchange(failure, has_exited));
   for (cpu::SharedMemory& memory : fabric->memory_) memory.close_handle();
   if (!failure.empty()) return {nullptr, failure};
+  observe(cpu::PeerStep::kMapped);
 
   fabric->group_ = std::make_unique<cpu::PeerGroup>(shape, setup.rank, std::move(bases));
   fabric->lanes_ = std::make_unique<LaneThreads>(shape.lanes);
+  fabric->observer_ = setup.observer;
   return {std::move(fabric), {}};
 }
 
 void PeerFabric::all_reduce(cpu::PeerCall call) {
+  call.limits.spins = spins_;
   call.limits.has_exited = [this](int32_t peer) { return processes_[peer].has_exited(); };
   const bool complete =
-      group_->all_reduce(call, [this](const std::function<void(int32_t)>& body) { lanes_->run(body); });
+      group_->all_reduce(call, [this](const std::function<void(int32_t)>& body) { lanes_->run(body); }, observer_);
   TORCH_CHECK_WITH(DistBackendError, complete, group_->describe_fault(call));
 }
 

@@ -50,6 +50,7 @@ class PeerFabric {
     int32_t size = 1;
     int64_t workspace_bytes = 0;
     std::chrono::milliseconds timeout{0};
+    cpu::PeerObserver observer;
   };
 
   // Either a fabric, or the reason, equal on all ranks, why there is none.
@@ -58,7 +59,15 @@ class PeerFabric {
     std::string reason;
   };
 
-  // Collective over the store. Throws where a rank does not answer in time.
+  // Says who this rank is, for make(), when the group is created: a process that ends before the group's first call is
+  // then known to its peers, and missed within a second instead of at the time-out. Waits for nobody.
+  static void introduce(const Setup& setup);
+
+  ~PeerFabric();
+  PeerFabric(const PeerFabric&) = delete;
+  PeerFabric& operator=(const PeerFabric&) = delete;
+
+  // Collective over the store, after introduce(). Throws where a rank does not answer in time, or has exited.
   static Vote make(const Setup& setup);
 
   // One call; throws c10::DistBackendError with the fault after which this fabric is of no more use.
@@ -74,9 +83,11 @@ class PeerFabric {
   PeerFabric() = default;
 
   std::vector<cpu::SharedMemory> memory_;    // own slab first, then those of the peers
-  std::vector<cpu::PeerProcess> processes_;  // by rank; own entry unused
+  std::vector<cpu::PeerProcess> processes_;  // by rank
   std::unique_ptr<cpu::PeerGroup> group_;
   std::unique_ptr<LaneThreads> lanes_;
+  cpu::PeerObserver observer_;
+  int32_t spins_ = 0;  // of a waiter, before it yields
 };
 
 }  // namespace echo::pg

@@ -45,6 +45,13 @@ ProcessGroupEcho::ProcessGroupEcho(GroupSetup setup)
       inner_(std::move(setup.inner)),
       timeout_ms_(setup.timeout.count()) {
   TORCH_CHECK_VALUE(!inner_.empty(), "echo needs an inner backend for at least one device type");
+  if (getSize() > 1 && core_->config.fabric != "wire" && inner_.count(c10::DeviceType::CPU) > 0)
+    PeerFabric::introduce(peer_setup(std::chrono::milliseconds(timeout_ms_.load())));
+}
+
+void ProcessGroupEcho::observe_peers(cpu::PeerObserver observer) {
+  const std::lock_guard lock(issue_mutex_);
+  core_->peer_observer = std::move(observer);
 }
 
 ProcessGroupEcho::~ProcessGroupEcho() {

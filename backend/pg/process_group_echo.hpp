@@ -97,6 +97,8 @@ class ProcessGroupEcho : public c10d::Backend {
   std::string description() const;
   const Config& config() const { return core_->config; }
   BackendPtr inner(c10::DeviceType type) const;
+  // For tests, before the first quantized call.
+  void observe_peers(cpu::PeerObserver observer);
 
   // --- life cycle: lifecycle.cpp ---
   void shutdown() override;
@@ -194,6 +196,7 @@ class ProcessGroupEcho : public c10d::Backend {
   c10::Stream side_stream(c10::Device device);
   std::function<void(std::chrono::milliseconds)> watch(const QuantizedCall& call);
 
+  PeerFabric::Setup peer_setup(std::chrono::milliseconds timeout) const;
   PeerFabric* peer_fabric(c10::Device device, std::chrono::milliseconds timeout);
   void log_first_call(c10::Device device, int64_t state_bytes, const std::string& fabric, const std::string& refusal);
   void warn_if_idle(int64_t passes);

@@ -35,6 +35,7 @@ struct GroupCore {
   GroupStats stats;
   WireGroups wire;
   std::optional<PeerFabric::Vote> peer;  // of CPU tensors; empty before their first call. Guarded by the issue lock
+  cpu::PeerObserver peer_observer;       // of the vote and its fabric; tests set it before the first call
   std::atomic<PeerFabric*> peer_fabric{nullptr};  // that of the vote, for those who end the group without the lock
   wire::Workspace workspace;                      // used by one call at a time
   std::atomic<int64_t> workspace_bytes{0};

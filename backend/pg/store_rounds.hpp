@@ -3,6 +3,7 @@
 
 #include <chrono>
 #include <cstdint>
+#include <functional>
 #include <string>
 #include <vector>
 
@@ -17,10 +18,22 @@ class StoreRounds {
               std::chrono::milliseconds timeout)
       : store_(c10::make_intrusive<c10d::PrefixStore>(name, store)), rank_(rank), size_(size), timeout_(timeout) {}
 
-  // Collective. The texts by rank. Throws c10::DistBackendError that names who did not come within the time-out.
-  std::vector<std::string> exchange(const std::string& text);
+  // True if the rank's process has ended.
+  using HasExited = std::function<bool(int32_t rank)>;
+
+  // This rank's part of a round, without waiting for anyone.
+  void say(const std::string& text);
+  // Collective after say(). The texts by rank. Throws c10::DistBackendError that names who did not come within the
+  // time-out, or who had exited before it spoke.
+  std::vector<std::string> hear(const HasExited& has_exited = {});
+
+  std::vector<std::string> exchange(const std::string& text, const HasExited& has_exited = {}) {
+    say(text);
+    return hear(has_exited);
+  }
 
  private:
+  void wait_for(const std::vector<std::string>& keys, const HasExited& has_exited);
   std::string key(int32_t rank) const { return std::to_string(round_) + "/" + std::to_string(rank); }
   std::string missing_ranks() const;
 

@@ -1,14 +1,20 @@
-// The codec on its own, for tests that compare it byte for byte with the reference: one rank, one tile, no group.
+// For tests alone: the codec on its own, to be compared byte for byte with the reference (one rank, one tile, no
+// group), and the end of a rank at a chosen point of the peer-memory protocol.
+#include <signal.h>
 #include <torch/csrc/utils/pybind.h>
+#include <unistd.h>
 
 #include <ATen/ATen.h>
 
 #include <algorithm>
+#include <map>
 #include <optional>
+#include <string>
 
 #include "../core/reduce.h"
 #include "../cpu/stages.h"
 #include "bindings.hpp"
+#include "process_group_echo.hpp"
 #include "settings.hpp"
 
 namespace echo::pg {
@@ -96,10 +102,28 @@ int64_t state_slot_bytes(const at::Tensor& like, const Config& config) {
   return state_bytes(make_bench(like, config, {}).plan);
 }
 
+cpu::PeerStep parse_step(const std::string& name) {
+  static const std::map<std::string, cpu::PeerStep> steps = {
+      {"created", cpu::PeerStep::kCreated}, {"mapped", cpu::PeerStep::kMapped},
+      {"begun", cpu::PeerStep::kBegun},     {"pushed", cpu::PeerStep::kPushed},
+      {"reduced", cpu::PeerStep::kReduced}, {"gather seen", cpu::PeerStep::kGatherSeen},
+      {"ended", cpu::PeerStep::kEnded},     {"closing", cpu::PeerStep::kClosing}};
+  const auto found = steps.find(name);
+  TORCH_CHECK_VALUE(found != steps.end(), "no step is called '", name, "'");
+  return found->second;
+}
+
+// SIGKILL to this process where its rank first does this step on this tile of this call.
+void kill_at(ProcessGroupEcho& group, const std::string& step, uint64_t call_number, int64_t tile) {
+  group.observe_peers([step = parse_step(step), call_number, tile](const cpu::PeerMoment& moment) {
+    if (moment.step == step && moment.call_number == call_number && moment.tile == tile) kill(getpid(), SIGKILL);
+  });
+}
+
 }  // namespace
 
 void bind_testing(py::module_& m) {
-  py::module_ testing = m.def_submodule("testing", "The codec on one rank, for tests.");
+  py::module_ testing = m.def_submodule("testing", "For tests: the codec on one rank, and ranks that end.");
   testing.def("encode", &encode, py::arg("tensor"), py::arg("config"), py::arg("state") = py::none(),
               py::arg("first_site") = true, py::arg("early") = false, py::arg("rescale_log2") = 0, py::arg("isa") = "");
   testing.def("decode", &decode, py::arg("tile"), py::arg("tensor"), py::arg("config"), py::arg("state") = py::none(),
@@ -107,6 +131,7 @@ void bind_testing(py::module_& m) {
               py::arg("world_size") = 2, py::arg("isa") = "");
   testing.def("correction", &correction, py::arg("like"), py::arg("config"), py::arg("state"), py::arg("isa") = "");
   testing.def("state_bytes", &state_slot_bytes, py::arg("like"), py::arg("config"));
+  testing.def("kill_at", &kill_at, py::arg("group"), py::arg("step"), py::arg("call") = 0, py::arg("tile") = 0);
   testing.def("rescale_exponent", [](float max_abs) { return rescale_exponent(bits_of(max_abs)); });
 }
 

@@ -24,6 +24,12 @@ inline int& failures() {
   return count;
 }
 
+// How many times as much each test does as in its reduced form; `echo_core_tests --whole` sets it.
+inline int& scale() {
+  static int factor = 1;
+  return factor;
+}
+
 struct Register {
   Register(const char* name, std::function<void()> run) { cases().push_back({name, std::move(run)}); }
 };

@@ -1,6 +1,9 @@
+#include <cstring>
+
 #include "check.h"
 
-int main() {
+int main(int count, char** arguments) {
+  if (count > 1 && std::strcmp(arguments[1], "--whole") == 0) echo::testing::scale() = 20;
   for (const auto& test : echo::testing::cases()) {
     const int before = echo::testing::failures();
     test.run();

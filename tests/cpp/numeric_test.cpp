@@ -52,7 +52,7 @@ ECHO_TEST(float16_rounds_to_nearest_even_and_up) {
 ECHO_TEST(round_to_int_is_nearest_even) {
   std::mt19937 random(1);
   std::uniform_real_distribution<float> values(-300.0f, 300.0f);
-  for (int i = 0; i < 100000; ++i) {
+  for (int i = 0; i < 100000 * testing::scale(); ++i) {
     const float x = values(random);
     CHECK_EQ(round_to_int(x), std::nearbyintf(x));
   }

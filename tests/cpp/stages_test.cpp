@@ -30,7 +30,7 @@ std::vector<Plan> all_plans() {
           plan.codec.scale_dtype = variant < 2 ? ScaleDType::kBFloat16 : ScaleDType::kFloat16;
           plan.codec.group_elems = variant == 0 ? 128 : variant == 1 ? 40 : variant == 2 ? 1024 : 16;
           plan.codec.rotation_log2 = variant == 1 ? 3 : variant == 2 ? 10 : variant == 3 ? 4 : 0;
-          plan.numel = variant == 3 ? 17 : 128 * 41 + 5;
+          plan.numel = variant == 3 ? 17 : 128 * 41 * scale() + 5;
           plan.feedback = make_feedback(variant % 2 == 0 ? Residual::kLocal : Residual::kGroup, state, 0.75,
                                         variant == 2 ? 0.0 : 0.35, 0.7, 0.3);
           plans.push_back(plan);
