@@ -63,13 +63,6 @@ std::optional<cpu::SharedMemory> create_slab(SlabShape& shape, const PeerFabric:
   return std::nullopt;
 }
 
-std::string first_failure(const std::vector<std::string>& texts) {
-  for (size_t rank = 0; rank < texts.size(); ++rank) {
-    if (!texts[rank].empty()) return "rank " + std::to_string(rank) + ": " + texts[rank];
-  }
-  return {};
-}
-
 }  // namespace
 
 LaneThreads::LaneThreads(int32_t lanes) {
@@ -166,7 +159,7 @@ PeerFabric::Vote PeerFabric::make(const Setup& setup) {
     failure = error.what();
   }
   // Every rank has mapped what it could when this round ends: nobody needs the handles any more.
-  failure = first_failure(rounds.exchange(failure));
+  failure = rounds.exchange_failure(failure);
   for (cpu::SharedMemory& memory : fabric->memory_) memory.close_handle();
   if (!failure.empty()) return {nullptr, failure};
 

@@ -20,6 +20,12 @@ class StoreRounds {
   // Collective. The texts by rank. Throws c10::DistBackendError that names who did not come within the time-out.
   std::vector<std::string> exchange(const std::string& text);
 
+  // Collective: what went wrong on this rank, empty if nothing did, for the first failure of all ranks, "rank 1: ...".
+  std::string exchange_failure(const std::string& mine) { return first_failure(exchange(mine)); }
+
+  // By rank what went wrong there: the first that is not empty.
+  static std::string first_failure(const std::vector<std::string>& texts);
+
  private:
   std::string key(int32_t rank) const { return std::to_string(round_) + "/" + std::to_string(rank); }
   std::string missing_ranks() const;
