@@ -49,6 +49,7 @@ def run_row(
         min_bytes=0,
         dtypes=("float32", "bfloat16", "float16"),
         fabric=fabric,
+        allow_shared_gpu=device == "cuda",
         **covering.options_of(row),
     )
     group = dist.new_group(list(range(size)), backend="echo", pg_options=options)
@@ -70,7 +71,7 @@ def run_row(
 
 def run_rows(rank: int, size: int, rows: list[dict[str, Any]], fabric: str, device: str = "cpu") -> list[Any]:
     if device == "cuda":
-        torch.cuda.set_device(rank)
+        torch.cuda.set_device(rank % torch.cuda.device_count())
     return [run_row(rank, size, row, fabric, device) for row in rows]
 
 
