@@ -45,7 +45,7 @@ std::string write_introduction(c10::Device device) {
 
 Introduction read_introduction(const std::string& text) {
   Introduction it;
-  if (text.front() != kGoodMark) {
+  if (!text.starts_with(kGoodMark)) {
     it.failure = text;
     return it;
   }
@@ -162,7 +162,7 @@ std::string CudaFabric::open_together(StoreRounds& rounds, const std::vector<pid
   const std::vector<std::string> offers = rounds.exchange(text_of([&] { return offer(); }));
   std::vector<std::string> failures = offers;
   for (std::string& text : failures) {
-    if (text.front() == kGoodMark) text.clear();
+    if (text.starts_with(kGoodMark)) text.clear();
   }
   if (std::string reason = StoreRounds::first_failure(failures); !reason.empty()) {
     slabs_[rank_].release();  // no peer has opened it

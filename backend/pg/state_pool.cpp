@@ -21,6 +21,13 @@ at::Tensor new_block(int64_t bytes, c10::Device device) {
 
 }  // namespace
 
+StatePool::~StatePool() {
+  for (auto& [key, arena] : arenas_) {
+    if (!arena.pinned) continue;
+    for (at::Tensor& block : arena.blocks) block.unsafeReleaseTensorImpl();
+  }
+}
+
 int64_t StatePool::Arena::block_bytes() const {
   int64_t bytes = 0;
   for (const at::Tensor& block : blocks) bytes += block.numel();

@@ -42,6 +42,12 @@ struct Slot {
 // Not thread-safe: callers hold the group's issue lock.
 class StatePool {
  public:
+  StatePool() = default;
+  // Leaves what graphs refer to: they may be replayed after the group has gone.
+  ~StatePool();
+  StatePool(const StatePool&) = delete;
+  StatePool& operator=(const StatePool&) = delete;
+
   // Gives back all slots of a direction. `recording`: for a pass that a graph records.
   void start_pass(Direction direction, bool recording);
 
