@@ -55,9 +55,9 @@ def check_rows(size: int, rows: list[dict[str, Any]]) -> None:
 
 
 def run_large(rank: int, size: int, numel: int, sites: int) -> list[str]:
-    """Many tiles per lane, so that every slot of the rings is used again and again."""
+    """Little room, hence many tiles per lane: every slot of the rings is used again and again."""
     torch.cuda.set_device(rank)
-    group = peer_group()
+    group = peer_group(workspace_bytes=4 << 20)
     found = []
     for site in range(sites):
         tensor = contribution(rank, size, numel, 0, site).cuda()
@@ -67,7 +67,7 @@ def run_large(rank: int, size: int, numel: int, sites: int) -> list[str]:
 
 
 def test_tensors_of_many_tiles() -> None:
-    size, numel, sites = 2, 20_000_003, 3
+    size, numel, sites = 2, 5_000_003, 3
     outcomes = run_ranks(run_large, size, numel, sites, timeout=200)
     group = RefGroup(size)
     for site in range(sites):
@@ -248,7 +248,7 @@ def run_unprepared(rank: int, size: int) -> list[str]:
         graph.replay()
         assert other.tolist() == [1.0] * 4
         dist.all_reduce(tensor, group=group)
-        assert torch.allclose(tensor.float(), torch.tensor(float(size), device="cuda"))
+        assert (tensor.float() - size).abs().max() < 0.1
     return said
 
 

@@ -25,10 +25,10 @@ def good_call(rank: int, size: int, group: Any) -> None:
     assert not tensor.isnan().any()
 
 
-def failing_call(rank: int, size: int, group: Any, numel: int = NUMEL) -> tuple[str, float]:
+def failing_call(group: Any, numel: int = NUMEL) -> tuple[str, float]:
     """A call that cannot succeed: its result is NaN. Returns the error of the next call, and after how long."""
     start = time.monotonic()
-    tensor = contribution(rank, size, numel, 0, 0).cuda()
+    tensor = torch.ones(numel, dtype=torch.bfloat16, device="cuda")
     dist.all_reduce(tensor, group=group, async_op=True)
     torch.cuda.synchronize()
     seconds = time.monotonic() - start
@@ -54,7 +54,7 @@ def run_late(rank: int, size: int) -> tuple[str, float]:
     good_call(rank, size, group)
     if rank == 1:
         time.sleep(2.5 * TIMEOUT)
-    return failing_call(rank, size, group)
+    return failing_call(group)
 
 
 def test_a_rank_that_is_late() -> None:
@@ -69,7 +69,7 @@ def run_killed(rank: int, size: int) -> tuple[str, float]:
     good_call(rank, size, group)
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    return failing_call(rank, size, group)
+    return failing_call(group)
 
 
 def test_a_rank_that_is_killed() -> None:
@@ -90,7 +90,7 @@ def run_replay_alone(rank: int, size: int) -> tuple[str, float]:
     tensor.fill_(1.0)
     graph.replay()
     torch.cuda.synchronize()
-    assert torch.allclose(tensor.float(), torch.tensor(float(size), device="cuda"))
+    assert (tensor.float() - size).abs().max() < 0.1
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     start = time.monotonic()
@@ -114,7 +114,7 @@ def run_mismatch(rank: int, size: int) -> tuple[str, float]:
     torch.cuda.set_device(rank)
     group = peer_group(20)
     good_call(rank, size, group)
-    return failing_call(rank, size, group, numel=3000 if rank == 0 else 2000)
+    return failing_call(group, numel=3000 if rank == 0 else 2000)
 
 
 def test_ranks_in_different_calls() -> None:
@@ -128,7 +128,7 @@ def run_abort(rank: int, size: int) -> tuple[str, float]:
     group = peer_group(120)
     good_call(rank, size, group)
     if rank == 0:
-        return failing_call(rank, size, group)
+        return failing_call(group)
     time.sleep(1)
     start = time.monotonic()
     group._get_backend(torch.device("cuda")).abort()
@@ -161,7 +161,7 @@ def run_no_room_for_state(rank: int, size: int) -> tuple[str, float]:
         time.sleep(3)  # the other rank must hear of it while this process lives
         del kept
         return text, seconds
-    return failing_call(rank, size, group, numel=100_000_000)
+    return failing_call(group, numel=100_000_000)
 
 
 def test_memory_for_the_state_that_only_one_rank_lacks() -> None:
