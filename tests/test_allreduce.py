@@ -96,7 +96,7 @@ def check_row(row: dict[str, Any], outcomes: list[Any], fabric: str) -> None:
                 pytest.fail(f"pass {pass_index} site {site}, {first_difference(results[index], expected)}, {row}")
             index += 1
     assert stats["calls_quantized"] == sum(SITES), f"{stats['forwarded']}: {row}"
-    assert stats["fabric"] == fabric
+    assert (stats["fabric"], stats["fabric_reason"]) == (fabric, "")
 
 
 @pytest.mark.parametrize("fabric", ("wire", "peer"))

@@ -137,8 +137,8 @@ CudaFabric::Vote CudaFabric::make(const Setup& setup) {
   std::shared_ptr<CudaFabric> fabric(new CudaFabric(setup));
   fabric->shape_ = cuda::peer_shape(setup.size, multiprocessors, setup.workspace_bytes);
   if (fabric->shape_.slot_bytes == 0) {
-    return {nullptr, "workspace_bytes=" + std::to_string(setup.workspace_bytes) + " is too small for peer memory of " +
-                         std::to_string(setup.size) + " ranks"};
+    return {nullptr, "kernels over peer memory serve no group of " + std::to_string(setup.size) +
+                         " ranks within workspace_bytes=" + std::to_string(setup.workspace_bytes)};
   }
   std::string unreachable = text_of([&]() -> std::string {
     for (int32_t peer = 0; peer < setup.size; ++peer) {

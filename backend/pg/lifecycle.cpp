@@ -170,7 +170,8 @@ void ProcessGroupEcho::close(bool aborting) {
   if (!healthy) {
     core_->wire.tear_down();
     if (PeerFabric* fabric = core_->peer_fabric) fabric->abort();
-    core_->cuda_fabrics.abort(aborting ? "the group was aborted" : core_->fault.text());
+    // Of a failure the peers have heard where it happened: from the kernels or from the notice board.
+    if (aborting) core_->cuda_fabrics.abort("the group was aborted");
   }
   worker_->stop(healthy, patience);
   core_->cuda_fabrics.close(healthy);
