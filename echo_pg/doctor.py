@@ -141,7 +141,17 @@ def _try_group(torch: Any, dist: Any, rank: int, size: int, device: Any, deadlin
             times = f"echo {ours * 1e3:.2f} ms, inner {theirs * 1e3:.2f} ms ({theirs / ours:.2f}x)"
             where = f"{size} ranks, fabric {after['fabric']}, {log.byte_size(x.nbytes)} on {device.type}"
             print(f"live: {where}: {times}, error {error:.1%}")
+    if rank == 0:
+        print(f"live: fabric {_fabric_of(report.stats(dist.group.WORLD))}")
     return problems
+
+
+def _fabric_of(stats: dict[str, Any]) -> str:
+    """Which way codes travel, and why where peer memory was tried and not had."""
+    if stats["fabric"] == "peer":
+        return "peer: codes go straight into memory of the peers"
+    reason = stats["fabric_reason"] or "as Options(fabric=...) says"
+    return f"{stats['fabric']}: codes go through the inner backend ({reason})"
 
 
 def _reduced(dist: Any, x: Any) -> Any:

@@ -102,11 +102,13 @@ class Options:
         allow, deny: regular expressions (ECMAScript) searched in the group's description: treat as tensor-parallel;
             never quantize.
     Transport:
-        fabric: "peer" (memory shared between ranks), "wire" (codes through the inner backend) or "auto".
+        fabric: "peer" (memory that the processes of one host share, or that their GPUs reach in each other; an error
+            where there is none), "wire" (codes through the inner backend), or "auto": peer where all ranks can.
         workspace_bytes: upper limit of exchange buffers per group; bytes, at least 4 MiB.
         timeout: longest wait for another rank, in seconds or as timedelta; None takes the group's own.
         diagnostics: also measure norms of the error (costs an exact all-reduce per call).
-        allow_shared_gpu: permit several ranks on one GPU.
+        allow_shared_gpu: permit peer memory between ranks on one GPU, where their kernels take turns: correct, but
+            milliseconds per tile; for tests.
         inner_options: `ProcessGroupNCCL.Options` handed to the inner NCCL group; no environment variable.
     """
 

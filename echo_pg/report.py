@@ -77,8 +77,10 @@ def stats(group: Any = None) -> dict[str, Any]:
 
     Returns calls_quantized, bytes_quantized (of tensors), calls_forwarded, bytes_forwarded, forwarded (reason -> calls
     and bytes), wire_bytes (sent by this rank, padding included), state_bytes, passes and sites (quantized calls of the
-    pass under way or just over) by direction; for one group also rank, size, fabric, fault and, with
-    `Options(diagnostics=True)`, the norms of the error [6.1].
+    pass under way or just over) by direction; for one group also rank, size, fabric ("peer", "wire" or
+    "none" before the first quantized call), fabric_reason (why not peer, where that was tried), fault and, with
+    `Options(diagnostics=True)`, the norms of the error [6.1]. A call recorded into a CUDA graph counts once, its
+    replays do not.
 
     Raises ValueError for a group that is no echo group.
     """

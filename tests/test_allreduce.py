@@ -49,6 +49,7 @@ def run_row(
         min_bytes=0,
         dtypes=("float32", "bfloat16", "float16"),
         fabric=fabric,
+        allow_shared_gpu=device == "cuda",
         **covering.options_of(row),
     )
     group = dist.new_group(list(range(size)), backend="echo", pg_options=options)
@@ -70,7 +71,7 @@ def run_row(
 
 def run_rows(rank: int, size: int, rows: list[dict[str, Any]], fabric: str, device: str = "cpu") -> list[Any]:
     if device == "cuda":
-        torch.cuda.set_device(rank)
+        torch.cuda.set_device(rank % torch.cuda.device_count())
     return [run_row(rank, size, row, fabric, device) for row in rows]
 
 
@@ -95,7 +96,7 @@ def check_row(row: dict[str, Any], outcomes: list[Any], fabric: str) -> None:
                 pytest.fail(f"pass {pass_index} site {site}, {first_difference(results[index], expected)}, {row}")
             index += 1
     assert stats["calls_quantized"] == sum(SITES), f"{stats['forwarded']}: {row}"
-    assert stats["fabric"] == fabric
+    assert (stats["fabric"], stats["fabric_reason"]) == (fabric, "")
 
 
 @pytest.mark.parametrize("fabric", ("wire", "peer"))

@@ -130,6 +130,7 @@ py::dict stats_dict(ProcessGroupEcho& group) {
   dict["rank"] = group.getRank();
   dict["size"] = group.getSize();
   dict["fabric"] = report.fabric;
+  dict["fabric_reason"] = report.fabric_reason;
   dict["isa"] = std::string(cpu::active_isa());
   dict["fault"] = report.fault;
   dict["calls_quantized"] = report.counts.quantized.calls;

@@ -1,10 +1,8 @@
-// How a quantized call is issued: under the issue lock it gets its inner group, its place in its pass, its lane and its
-// state; then it runs on the worker (CPU tensors) or is enqueued on a stream (device tensors).
+// How a quantized call is issued: under the issue lock it gets its fabric, its place in its pass, its lane and its
+// state; then it runs on the worker (CPU tensors) or is enqueued on a stream (device tensors, issue_on_device.cpp).
 #include <ATen/ATen.h>
 #include <ATen/ThreadLocalState.h>
 #include <ATen/record_function.h>
-#include <c10/core/StreamGuard.h>
-#include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <algorithm>
 
@@ -27,6 +25,7 @@ constexpr int kStuckFactor = 3;
 // Elements that share memory cannot hold a result. Dimensions sorted by stride must each step over all that the smaller
 // ones span; the rare interleaved layouts that fail this without overlapping are refused too.
 bool may_overlap(const at::Tensor& tensor) {
+  if (tensor.is_contiguous()) return false;
   std::vector<int64_t> dims;
   for (int64_t d = 0; d < tensor.dim(); ++d) {
     if (tensor.size(d) > 1) dims.push_back(d);
@@ -47,9 +46,14 @@ std::string cause_of(const std::exception& error) {
 
 }  // namespace
 
-std::string ProcessGroupEcho::describe_call(const at::Tensor& tensor) const {
-  return c10::str("rank ", getRank(), " of ", getSize(), ": quantized all_reduce number ", calls_, " (", tensor.numel(),
-                  " elements, ", dtype_name(tensor.scalar_type()), ") of group '", description(), "'");
+// Callers hold the issue lock.
+CallName ProcessGroupEcho::name_call(const at::Tensor& tensor) const {
+  return CallName{.rank = getRank(),
+                  .size = getSize(),
+                  .number = calls_,
+                  .numel = tensor.numel(),
+                  .dtype = dtype_name(tensor.scalar_type()),
+                  .group = name_};
 }
 
 WorkPtr ProcessGroupEcho::issue(const at::Tensor& tensor, const CallOptions& options, const CallOrigin& origin) {
@@ -57,32 +61,27 @@ WorkPtr ProcessGroupEcho::issue(const at::Tensor& tensor, const CallOptions& opt
                     tensor.sizes(), ", strides ", tensor.strides(), "); clone it first");
   open_inner(tensor.device().type());
   std::unique_lock lock(issue_mutex_);
-  const std::string what = describe_call(tensor);
-  WorkDetails details;
-  details.rank = getRank();
-  details.call_number = calls_;
-  details.what = what;
-  details.lane = lanes_->take();
-  details.lanes = lanes_;
+  if (options.capture != 0) check_capture(tensor.device());
+  const CallName what = name_call(tensor);
+  const int32_t lane = lanes_->take();
   QuantizedCall call;
   try {
-    call = prepare(tensor, options, origin, details.lane);
+    call = prepare(tensor, options, origin, lane);
   } catch (const std::exception& error) {
-    lanes_->free(details.lane);
+    lanes_->free(lane);
+    // Nothing was recorded: the call is refused, on all ranks alike, and the group goes on.
+    if (options.capture != 0) throw;
     std::rethrow_exception(fail_call(*core_, what, "preparing the call", cause_of(error)));
   }
   call.what = what;
   ++calls_;
   core_->stats.add_quantized(tensor.numel() * static_cast<int64_t>(tensor.element_size()));
   const bool first = calls_ == 1;
-  const int64_t state_bytes = states_.total_bytes();
-  const std::string fabric = call.peer != nullptr ? "peer" : "wire";
-  const std::string refusal = core_->peer && call.peer == nullptr ? core_->peer->reason : "";
-  details.while_waiting = watch(call);
-  WorkPtr work = tensor.is_cpu() ? run_on_worker(std::move(call), std::move(details), lock)
-                                 : run_on_stream(std::move(call), std::move(details), options.async_op);
+  const int64_t state_bytes = first ? states_.total_bytes() : 0;
+  const char* const fabric = call.peer != nullptr || call.cuda_peer != nullptr ? "peer" : "wire";
+  WorkPtr work = tensor.is_cpu() ? run_on_worker(std::move(call), lock) : run_on_stream(std::move(call), options);
   if (lock.owns_lock()) lock.unlock();
-  if (first) log_first_call(tensor.device(), state_bytes, fabric, refusal);
+  if (first) log_first_call(tensor.device(), state_bytes, fabric);
   return work;
 }
 
@@ -90,20 +89,13 @@ QuantizedCall ProcessGroupEcho::prepare(const at::Tensor& tensor, const CallOpti
                                         int32_t lane) {
   QuantizedCall call;
   call.tensor = tensor;
+  call.captured = options.capture != 0;
   const Config& config = core_->config;
   const milliseconds timeout = options.timeout.count() > 0 ? options.timeout : milliseconds(timeout_ms_.load());
-  call.peer = peer_fabric(tensor.device(), timeout);
-  if (call.peer == nullptr || config.diagnostics) {
-    const std::string type = c10::DeviceTypeName(tensor.device().type(), /*lower_case=*/true);
-    if (!core_->wire.has(tensor.device())) {
-      // Its construction does not say who is missing.
-      StoreRounds(store_, "wire/" + type, getRank(), getSize(), timeout).exchange("");
-    }
-    call.inner = core_->wire.get(tensor.device());
-  }
+  choose_fabric(call, tensor.device(), timeout);
 
   const SiteTicket ticket = passes_.book(origin, options.direction);
-  if (ticket.starts_pass) states_.start_pass(ticket.direction);
+  if (ticket.starts_pass) states_.start_pass(ticket.direction, call.captured);
   call.site = MeasuredSite{
       .direction = ticket.direction,
       .starts_pass = ticket.starts_pass,
@@ -118,7 +110,8 @@ QuantizedCall ProcessGroupEcho::prepare(const at::Tensor& tensor, const CallOpti
                                             .early = is_early_site(ticket, passes_.forward_sites(), config.early_count,
                                                                    config.early_fraction)});
   if (wire.plan.feedback.enabled) {
-    const Slot slot = states_.acquire(ticket.direction, call.site.key, echo::state_bytes(wire.plan), tensor.device());
+    const Slot slot =
+        states_.acquire(ticket.direction, call.site.key, echo::state_bytes(wire.plan), tensor.device(), call.captured);
     wire.plan.first_site = slot.first_site;
     wire.state = slot.bytes;
   }
@@ -141,27 +134,53 @@ PeerFabric::Setup ProcessGroupEcho::peer_setup(milliseconds timeout) const {
           .observer = core_->peer_observer};
 }
 
-// Peer memory for a device's tensors, nullptr where the wire carries them. The first call takes the vote, on all ranks.
-PeerFabric* ProcessGroupEcho::peer_fabric(c10::Device device, milliseconds timeout) {
+// The first call on a kind of memory takes the vote on it, on all ranks.
+void ProcessGroupEcho::choose_fabric(QuantizedCall& call, c10::Device device, milliseconds timeout) {
   const Config& config = core_->config;
-  if (config.fabric == "wire") return nullptr;
-  if (!device.is_cpu()) {
-    TORCH_CHECK_WITH(DistBackendError, config.fabric != "peer", "fabric='peer' serves CPU tensors only, not ",
-                     device.str());
-    return nullptr;
+  if (config.fabric != "wire") {
+    if (device.is_cpu() ? !core_->peer : core_->cuda_fabrics.outcome(device) == nullptr) take_vote(device, timeout);
+    if (device.is_cpu()) {
+      call.peer = core_->peer->fabric.get();
+    } else {
+      call.cuda_peer = core_->cuda_fabrics.outcome(device)->fabric.get();
+    }
   }
-  if (!core_->peer) {
-    core_->peer = PeerFabric::make(peer_setup(timeout));
-    core_->peer_fabric = core_->peer->fabric.get();
-    TORCH_CHECK_WITH(DistBackendError, core_->peer->fabric || config.fabric != "peer",
-                     "fabric='peer' was asked for, but ", core_->peer->reason);
+  if ((call.peer != nullptr || call.cuda_peer != nullptr) && !config.diagnostics) return;
+  if (!core_->wire.has(device)) {
+    // Its construction does not say who is missing.
+    const std::string type = c10::DeviceTypeName(device.type(), /*lower_case=*/true);
+    StoreRounds(store_, "wire/" + type, getRank(), getSize(), timeout).exchange("");
   }
-  return core_->peer->fabric.get();
+  call.inner = core_->wire.get(device);
 }
 
-WorkPtr ProcessGroupEcho::run_on_worker(QuantizedCall call, WorkDetails details,
-                                        std::unique_lock<std::mutex>& issue_lock) {
-  auto completion = std::make_shared<Completion>(call.tensor, std::vector<c10::Device>{});
+void ProcessGroupEcho::take_vote(c10::Device device, milliseconds timeout) {
+  const Config& config = core_->config;
+  std::string reason;
+  if (device.is_cpu()) {
+    core_->peer = PeerFabric::make(peer_setup(timeout));
+    core_->peer_fabric = core_->peer->fabric.get();
+    reason = core_->peer->reason;
+  } else {
+    reason = core_->cuda_fabrics
+                 .vote(device, config, {.store = store_, .rank = getRank(), .size = getSize(), .timeout = timeout})
+                 .reason;
+  }
+  TORCH_CHECK_WITH(DistBackendError, reason.empty() || config.fabric != "peer", "fabric='peer' was asked for, but ",
+                   reason);
+  if (!reason.empty() && getRank() == 0) {
+    emit_notice("group " + description() + ": no peer memory, codes go through the inner backend: " + reason,
+                "warning");
+  }
+}
+
+WorkPtr ProcessGroupEcho::run_on_worker(QuantizedCall call, std::unique_lock<std::mutex>& issue_lock) {
+  auto completion = std::make_shared<Completion>(call.tensor);
+  WorkDetails details;
+  details.what = call.what;
+  details.lane = call.site.key.lane;
+  details.lanes = lanes_;
+  details.while_waiting = watch(call);
   auto work = c10::make_intrusive<WorkEcho>(completion, std::move(details));
   // Profilers keep their state per thread; it is costly to carry over, so only for them.
   auto profiled = at::hasCallbacks() ? std::make_shared<at::ThreadLocalState>() : nullptr;
@@ -170,7 +189,8 @@ WorkPtr ProcessGroupEcho::run_on_worker(QuantizedCall call, WorkDetails details,
     try {
       std::optional<at::ThreadLocalStateGuard> guard;
       if (profiled) guard.emplace(*profiled);
-      TORCH_CHECK_WITH(DistBackendError, run, shared_call->what, " never ran: its group was shut down or aborted");
+      TORCH_CHECK_WITH(DistBackendError, run, shared_call->what.text(),
+                       " never ran: its group was shut down or aborted");
       run_quantized(*core, *shared_call);
     } catch (...) {
       completion->fail(std::current_exception());
@@ -187,59 +207,13 @@ WorkPtr ProcessGroupEcho::run_on_worker(QuantizedCall call, WorkDetails details,
   return work;
 }
 
-c10::Stream ProcessGroupEcho::side_stream(c10::Device device) {
-  const auto found = side_streams_.find(device);
-  if (found != side_streams_.end()) return found->second;
-  const c10::impl::VirtualGuardImpl impl(device.type());
-  return side_streams_.emplace(device, impl.getStreamFromGlobalPool(device, /*isHighPriority=*/true)).first->second;
-}
-
-// Asynchronous calls run on a stream of the group's own, others on the caller's. Calls share buffers and state, so each
-// waits for the one before.
-WorkPtr ProcessGroupEcho::run_on_stream(QuantizedCall call, WorkDetails details, bool async_op) {
-  const c10::Device device = call.tensor.device();
-  const c10::impl::VirtualGuardImpl impl(device.type());
-  const c10::Stream callers = impl.getStream(device);
-  const c10::Stream stream = async_op ? side_stream(device) : callers;
-  if (async_op) {
-    c10::Event ready(device.type());
-    ready.record(callers);
-    ready.block(stream);
-  }
-  if (last_event_ && *last_stream_ != stream) last_event_->block(stream);
-
-  const at::Tensor tensor = call.tensor;
-  auto completion = std::make_shared<Completion>(tensor, std::vector<c10::Device>{device});
-  const c10::StreamGuard guard(stream);
-  try {
-    run_quantized(*core_, call);
-  } catch (...) {
-    lanes_->free(details.lane);
-    throw;
-  }
-  if (async_op) {
-    impl.recordDataPtrOnStream(tensor.storage().data_ptr(), stream);
-    if (call.wire.state.defined()) impl.recordDataPtrOnStream(call.wire.state.storage().data_ptr(), stream);
-  }
-  last_event_.emplace(device.type());
-  last_event_->record(stream);
-  last_stream_ = stream;
-  completion->succeed();
-
-  details.device_done.emplace(device.type());
-  details.device_done->record(stream);
-  auto work = c10::make_intrusive<WorkEcho>(std::move(completion), std::move(details));
-  if (!async_op) work->wait();
-  return work;
-}
-
 // While a caller waits: says so once it takes long, and gives up when the call hangs where no time limit reaches it.
 std::function<void(milliseconds)> ProcessGroupEcho::watch(const QuantizedCall& call) {
   const milliseconds limit = call.wire.timeout * kStuckFactor + kSayWaitingAfter;
   return [core = core_, worker = std::weak_ptr(worker_), what = call.what, limit,
           said = std::make_shared<std::atomic<bool>>(false)](milliseconds waited) {
     if (waited >= kSayWaitingAfter && !said->exchange(true)) {
-      emit_notice(c10::str(what, " has waited ", waited.count() / 1000, " s for the other ranks"), "warning");
+      emit_notice(c10::str(what.text(), " has waited ", waited.count() / 1000, " s for the other ranks"), "warning");
     }
     const auto alive = worker.lock();
     if (alive && alive->running_for() > limit) {
@@ -248,13 +222,8 @@ std::function<void(milliseconds)> ProcessGroupEcho::watch(const QuantizedCall& c
   };
 }
 
-void ProcessGroupEcho::log_first_call(c10::Device device, int64_t state_bytes, const std::string& fabric,
-                                      const std::string& refusal) {
+void ProcessGroupEcho::log_first_call(c10::Device device, int64_t state_bytes, const std::string& fabric) {
   if (getRank() != 0) return;
-  if (!refusal.empty()) {
-    emit_notice("group " + description() + ": no peer memory, codes go through the inner backend: " + refusal,
-                "warning");
-  }
   const Config& config = core_->config;
   emit(LogEvent{"first_quantized",
                 {{"group", description()},

@@ -16,7 +16,7 @@ constexpr std::chrono::seconds kAbortPatience{1};
 }  // namespace
 
 void ProcessGroupEcho::check_alive() const {
-  if (const std::string text = core_->device_fault.text(); !text.empty()) core_->fault.set(text);
+  core_->look_at_devices();
   core_->fault.raise_if_set();
   TORCH_CHECK_WITH(DistBackendError, !closed_.load(), "group '", description(), "' has been destroyed");
 }
@@ -129,6 +129,7 @@ void ProcessGroupEcho::setTimeout(std::chrono::milliseconds timeout) {
 }
 
 c10d::ErrorType ProcessGroupEcho::getError() {
+  core_->look_at_devices();
   if (core_->fault.is_set()) return c10d::ErrorType::COMM_ERROR;
   for (const auto& [type, backend] : inner_) {
     if (backend->getBackendName() != "nccl") continue;  // Gloo keeps no error state and throws here
@@ -163,13 +164,17 @@ void ProcessGroupEcho::abort() { close(true); }
 void ProcessGroupEcho::close(bool aborting) {
   const GilRelease no_gil;
   if (closed_.exchange(true)) return;
+  core_->look_at_devices();
   const bool healthy = !aborting && !core_->fault.is_set();
   const std::chrono::milliseconds patience = healthy ? std::chrono::milliseconds(timeout_ms_.load()) : kAbortPatience;
   if (!healthy) {
     core_->wire.tear_down();
     if (PeerFabric* fabric = core_->peer_fabric) fabric->abort();
+    // Of a failure the peers have heard where it happened: from the kernels or from the notice board.
+    if (aborting) core_->cuda_fabrics.abort("the group was aborted");
   }
   worker_->stop(healthy, patience);
+  core_->cuda_fabrics.close(healthy);
   if (healthy) core_->wire.shutdown();
   for (const auto& [type, backend] : inner_) {
     if (aborting) {

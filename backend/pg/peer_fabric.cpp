@@ -57,13 +57,6 @@ int32_t cores_per_rank(const std::vector<Introduction>& ranks) {
   return cores / static_cast<int32_t>(ranks.size());
 }
 
-std::string first_failure(const std::vector<std::string>& texts) {
-  for (size_t rank = 0; rank < texts.size(); ++rank) {
-    if (!texts[rank].empty()) return "rank " + std::to_string(rank) + ": " + texts[rank];
-  }
-  return {};
-}
-
 // Slabs with slots as large as tuned, or half of that and so on where the host has no room for all of them; empty on
 // all ranks if not even the smallest fit. No rank tries a size while another still holds a larger slab.
 std::optional<cpu::SharedMemory> create_slabs(SlabShape& shape, int64_t workspace_bytes, StoreRounds& rounds,
@@ -77,7 +70,7 @@ std::optional<cpu::SharedMemory> create_slabs(SlabShape& shape, int64_t workspac
     } catch (const std::system_error& error) {
       failure = error.what();
     }
-    if (first_failure(rounds.exchange(failure, has_exited)).empty()) return slab;
+    if (rounds.exchange_failure(failure, has_exited).empty()) return slab;
     slab.reset();
     rounds.exchange("", has_exited);
   }
@@ -173,7 +166,7 @@ PeerFabric::Vote PeerFabric::make(const Setup& setup) {
     failure = error.what();
   }
   // Every rank has mapped what it could when this round ends: nobody needs the handles any more.
-  failure = first_failure(rounds.exchange(failure, has_exited));
+  failure = rounds.exchange_failure(failure, has_exited);
   for (cpu::SharedMemory& memory : fabric->memory_) memory.close_handle();
   if (!failure.empty()) return {nullptr, failure};
   observe(cpu::PeerStep::kMapped);

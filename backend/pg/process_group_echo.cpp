@@ -3,11 +3,9 @@
 #include "process_group_echo.hpp"
 
 #include <ATen/ATen.h>
-#if defined(ECHO_WITH_CUDA)
-#include <c10/cuda/CUDAGraphsC10Utils.h>
-#endif
 
 #include "../cpu/stages.h"
+#include "capture.hpp"
 #include "gil.hpp"
 
 namespace echo::pg {
@@ -19,13 +17,6 @@ std::string_view op_name(const c10d::ReduceOp& op) {
   constexpr std::string_view kNames[] = {"SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR", "PREMUL_SUM"};
   const auto index = static_cast<size_t>(op.op_);
   return index < std::size(kNames) ? kNames[index] : "UNUSED";
-}
-
-bool is_capturing([[maybe_unused]] const at::Tensor& tensor) {
-#if defined(ECHO_WITH_CUDA)
-  if (tensor.is_cuda()) return c10::cuda::currentStreamCaptureStatusMayInitCtx() != c10::cuda::CaptureStatus::None;
-#endif
-  return false;
 }
 
 void notice_missing_cuda(std::string_view reason) {
@@ -112,11 +103,20 @@ GroupKind ProcessGroupEcho::group_kind() {
   if (!kind_ || classified_description_ != getGroupDesc()) {
     classified_description_ = getGroupDesc();
     kind_ = classify_group(rules_, classified_description_);
+    name_ = std::make_shared<const std::string>(description());
   }
   return *kind_;
 }
 
-CallFacts ProcessGroupEcho::facts_of(const at::Tensor& tensor, std::string_view op, const CallOrigin& origin) {
+// Over peer memory: one kernel that brings its own counters. The wire's records would be those of the recording.
+bool ProcessGroupEcho::can_be_captured(c10::Device device) const {
+  if (!device.is_cuda() || core_->config.fabric == "wire") return false;
+  const CudaFabrics::Outcome* outcome = core_->cuda_fabrics.outcome(device);
+  return outcome == nullptr || outcome->fabric != nullptr;
+}
+
+CallFacts ProcessGroupEcho::facts_of(const at::Tensor& tensor, std::string_view op, const CallOrigin& origin,
+                                     uint64_t capture) {
   CallFacts facts;
   facts.op = op;
   facts.dtype = dtype_name(tensor.scalar_type());
@@ -129,7 +129,7 @@ CallFacts ProcessGroupEcho::facts_of(const at::Tensor& tensor, std::string_view 
   facts.role = origin.role;
   facts.sparse = tensor.layout() != at::kStrided;
   facts.exact = origin.exact;
-  facts.capturing = is_capturing(tensor);
+  facts.capturing = capture != 0 && !can_be_captured(tensor.device());
   facts.parameter_gradient = origin.parameter_gradient;
   facts.hooks = origin.hooks;
   {
@@ -146,11 +146,13 @@ WorkPtr ProcessGroupEcho::allreduce(Tensors& tensors, const c10d::AllreduceOptio
   check_alive();
   TORCH_CHECK_VALUE(!tensors.empty(), "all_reduce was given no tensor");
   const CallOrigin origin = current_origin();
-  CallFacts facts = facts_of(tensors[0], op_name(options.reduceOp), origin);
+  const uint64_t capture = current_capture(tensors[0].device());
+  CallFacts facts = facts_of(tensors[0], op_name(options.reduceOp), origin, capture);
   facts.tensors = static_cast<int64_t>(tensors.size());
   const Decision decision = decide(rules_, facts);
   if (!decision.quantize) return allreduce_exact(tensors, options, decision.reason, origin);
-  return issue(tensors[0], {.async_op = options.asyncOp, .timeout = options.timeout, .direction = {}}, origin);
+  return issue(tensors[0],
+               {.async_op = options.asyncOp, .timeout = options.timeout, .direction = {}, .capture = capture}, origin);
 }
 
 WorkPtr ProcessGroupEcho::allreduce_exact(Tensors& tensors, const c10d::AllreduceOptions& options,
@@ -173,28 +175,34 @@ WorkPtr ProcessGroupEcho::all_reduce_quantized(const at::Tensor& tensor, bool as
   const GilRelease no_gil;
   check_alive();
   const CallOrigin origin = current_origin();
-  const CallFacts facts = facts_of(tensor, "SUM", origin);
+  const uint64_t capture = current_capture(tensor.device());
+  const CallFacts facts = facts_of(tensor, "SUM", origin, capture);
   TORCH_CHECK_VALUE(quantizable_elem_bytes(facts.dtype) > 0, "all_reduce got a tensor of dtype ", facts.dtype,
                     ", but only bfloat16, float16 and float32 can be quantized");
   TORCH_CHECK_VALUE(!facts.sparse, "all_reduce got a tensor of layout ", tensor.layout(), ", but needs a dense one");
   TORCH_CHECK_VALUE(facts.device_obstacle.empty(), "all_reduce got a tensor on ", tensor.device(), ": ",
                     facts.device_obstacle);
   TORCH_CHECK_VALUE(!facts.coalesced, "all_reduce cannot be quantized inside a coalescing bracket");
-  TORCH_CHECK_VALUE(!facts.capturing, "all_reduce cannot be quantized while a stream records a graph");
+  TORCH_CHECK_VALUE(!facts.capturing, "all_reduce over the wire cannot be quantized while a stream records a graph");
   open_inner(tensor.device().type());
   if (getSize() == 1 || tensor.numel() == 0) {
-    auto completion = std::make_shared<Completion>(tensor, std::vector<c10::Device>{});
+    auto completion = std::make_shared<Completion>(tensor);
     completion->succeed();
     WorkDetails details;
-    details.rank = getRank();
+    {
+      const std::lock_guard lock(issue_mutex_);
+      details.what = name_call(tensor);
+    }
     return c10::make_intrusive<WorkEcho>(std::move(completion), std::move(details));
   }
-  return issue(tensor, {.async_op = async_op, .timeout = c10d::kUnsetTimeout, .direction = direction}, origin);
+  return issue(tensor,
+               {.async_op = async_op, .timeout = c10d::kUnsetTimeout, .direction = direction, .capture = capture},
+               origin);
 }
 
 Decision ProcessGroupEcho::explain(const at::Tensor& tensor, const std::string& op) {
   const GilRelease no_gil;
-  return decide(rules_, facts_of(tensor, op, current_origin()));
+  return decide(rules_, facts_of(tensor, op, current_origin(), current_capture(tensor.device())));
 }
 
 void ProcessGroupEcho::new_pass(Direction direction) {
@@ -213,15 +221,17 @@ GroupReport ProcessGroupEcho::report() {
   const GilRelease no_gil;
   GroupReport report;
   report.group = description();
+  core_->look_at_devices();
   report.fault = core_->fault.text();
   report.counts = core_->stats.snapshot();
   report.fabric = report.counts.quantized.calls > 0 ? "wire" : "none";
   report.workspace_bytes = core_->workspace_bytes;
   const std::lock_guard lock(issue_mutex_);
-  if (core_->peer && core_->peer->fabric) {
-    report.fabric = "peer";
-    report.workspace_bytes += core_->peer->fabric->slab_bytes();
-  }
+  if (core_->peer && core_->peer->fabric) report.workspace_bytes += core_->peer->fabric->slab_bytes();
+  report.workspace_bytes += core_->cuda_fabrics.slab_bytes();
+  if (core_->peer_fabric != nullptr || core_->cuda_fabrics.has_fabric()) report.fabric = "peer";
+  report.fabric_reason = core_->cuda_fabrics.refusal();
+  if (report.fabric_reason.empty() && core_->peer) report.fabric_reason = core_->peer->reason;
   report.state_bytes = states_.total_bytes();
   for (int d = 0; d < kDirections; ++d) {
     const auto direction = static_cast<Direction>(d);

@@ -25,11 +25,13 @@
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
+#include "device_work.hpp"
 #include "lanes.hpp"
 #include "pass_tracker.hpp"
 #include "quantized_call.hpp"
 #include "settings.hpp"
 #include "state_pool.hpp"
+#include "stream_order.hpp"
 #include "work.hpp"
 #include "worker.hpp"
 
@@ -61,6 +63,7 @@ struct GroupSetup {
 struct GroupReport {
   std::string group;
   std::string fabric;
+  std::string fabric_reason;  // why calls do without peer memory, empty if they do not or were told to
   std::string fault;
   StatsSnapshot counts;
   int64_t state_bytes = 0;
@@ -170,6 +173,17 @@ class ProcessGroupEcho : public c10d::Backend {
     bool async_op = true;
     std::chrono::milliseconds timeout{0};
     std::optional<Direction> direction;
+    uint64_t capture = 0;  // names the recording that the current stream takes part in, 0 for none
+  };
+
+  // What calls on one device share.
+  struct DeviceStreams {
+    explicit DeviceStreams(c10::Device device);
+
+    c10::Stream side;   // asynchronous calls run there
+    c10::Event ready;   // recorded where such a call was made
+    StreamOrder order;  // of calls over the wire
+    std::shared_ptr<EventPool> events = std::make_shared<EventPool>();
   };
 
   // The inner backend for a device type, after telling it what torch told this one. Raises if the group has failed or
@@ -184,21 +198,24 @@ class ProcessGroupEcho : public c10d::Backend {
   WorkPtr forward(c10::DeviceType type, Operation&& operation);
   WorkPtr collect(const c10d::Backend& inner, WorkPtr work);
 
-  CallFacts facts_of(const at::Tensor& tensor, std::string_view op, const CallOrigin& origin);
+  CallFacts facts_of(const at::Tensor& tensor, std::string_view op, const CallOrigin& origin, uint64_t capture);
+  bool can_be_captured(c10::Device device) const;
   GroupKind group_kind();
   WorkPtr allreduce_exact(Tensors& tensors, const c10d::AllreduceOptions& options, const std::string& reason,
                           const CallOrigin& origin);
   WorkPtr issue(const at::Tensor& tensor, const CallOptions& options, const CallOrigin& origin);
   QuantizedCall prepare(const at::Tensor& tensor, const CallOptions& options, const CallOrigin& origin, int32_t lane);
-  WorkPtr run_on_worker(QuantizedCall call, WorkDetails details, std::unique_lock<std::mutex>& issue_lock);
-  WorkPtr run_on_stream(QuantizedCall call, WorkDetails details, bool async_op);
-  std::string describe_call(const at::Tensor& tensor) const;
-  c10::Stream side_stream(c10::Device device);
+  WorkPtr run_on_worker(QuantizedCall call, std::unique_lock<std::mutex>& issue_lock);
+  WorkPtr run_on_stream(QuantizedCall call, const CallOptions& options);
+  CallName name_call(const at::Tensor& tensor) const;
+  void check_capture(c10::Device device) const;
+  DeviceStreams& streams_of(c10::Device device);
   std::function<void(std::chrono::milliseconds)> watch(const QuantizedCall& call);
 
   PeerFabric::Setup peer_setup(std::chrono::milliseconds timeout) const;
-  PeerFabric* peer_fabric(c10::Device device, std::chrono::milliseconds timeout);
-  void log_first_call(c10::Device device, int64_t state_bytes, const std::string& fabric, const std::string& refusal);
+  void choose_fabric(QuantizedCall& call, c10::Device device, std::chrono::milliseconds timeout);
+  void take_vote(c10::Device device, std::chrono::milliseconds timeout);
+  void log_first_call(c10::Device device, int64_t state_bytes, const std::string& fabric);
   void warn_if_idle(int64_t passes);
   void log_destroyed();
   void close(bool aborting);
@@ -218,9 +235,8 @@ class ProcessGroupEcho : public c10d::Backend {
   bool idle_warned_ = false;
   std::string classified_description_;
   std::optional<GroupKind> kind_;
-  std::unordered_map<c10::Device, c10::Stream> side_streams_;
-  std::optional<c10::Stream> last_stream_;  // of the latest call on device tensors, which the next one waits for
-  std::optional<c10::Event> last_event_;
+  std::shared_ptr<const std::string> name_;  // description(), as of the latest call
+  std::unordered_map<c10::Device, std::unique_ptr<DeviceStreams>> streams_;
   const std::shared_ptr<LaneTable> lanes_ = std::make_shared<LaneTable>();
 
   std::mutex bracket_mutex_;

@@ -50,13 +50,20 @@ wire::Receipt exchange_with_peers(const GroupCore& core, QuantizedCall& call) {
   return wire::Receipt{.wire_bytes = sent, .padding_bytes = sent - ideal_wire_bytes(wire.plan)};
 }
 
+wire::Receipt exchange_by(GroupCore& core, QuantizedCall& call) {
+  if (call.peer != nullptr) return exchange_with_peers(core, call);
+  if (call.cuda_peer != nullptr) {
+    return CudaFabrics::all_reduce(*call.cuda_peer, call.wire, *call.stream, call.captured);
+  }
+  return wire::all_reduce(call.wire, *call.inner, core.workspace);
+}
+
 void exchange(GroupCore& core, QuantizedCall& call) {
   Diagnostics::Before before;
   if (core.config.diagnostics) {
     before = Diagnostics::measure_before(call.wire.tensor, correction_of(call.wire), *call.inner);
   }
-  const wire::Receipt receipt =
-      call.peer != nullptr ? exchange_with_peers(core, call) : wire::all_reduce(call.wire, *call.inner, core.workspace);
+  const wire::Receipt receipt = exchange_by(core, call);
   core.workspace_bytes = core.workspace.bytes.defined() ? core.workspace.bytes.numel() : 0;
   core.stats.add_wire(receipt.wire_bytes, receipt.padding_bytes);
   if (core.config.diagnostics) core.diagnostics.measure_after(call.site, before, call.wire.tensor);
@@ -77,6 +84,13 @@ std::string current_cause() {
 
 }  // namespace
 
+void GroupCore::look_at_devices() {
+  if (std::string text = device_fault.text(); !text.empty()) fault.set(text);
+  if (std::string text = cuda_fabrics.fault_text(); !text.empty()) {
+    fault.set("a quantized all_reduce over peer memory failed on the device: " + text);
+  }
+}
+
 void run_quantized(GroupCore& core, QuantizedCall& call) {
   core.fault.raise_if_set();
   RECORD_FUNCTION("echo::all_reduce", c10::ArrayRef<const c10::IValue>{});
@@ -96,12 +110,13 @@ void run_quantized(GroupCore& core, QuantizedCall& call) {
   }
 }
 
-std::exception_ptr fail_call(GroupCore& core, const std::string& what, const std::string& stage,
+std::exception_ptr fail_call(GroupCore& core, const CallName& what, const std::string& stage,
                              const std::string& cause) {
-  const std::string text = what + " failed (" + stage + "): " + cause;
+  const std::string text = what.text() + " failed (" + stage + "): " + cause;
   core.fault.set(text);
   core.wire.tear_down();
   if (PeerFabric* fabric = core.peer_fabric) fabric->abort();
+  core.cuda_fabrics.abort(text);
   return std::make_exception_ptr(c10::DistBackendError({__func__, __FILE__, uint32_t{__LINE__}}, text));
 }
 

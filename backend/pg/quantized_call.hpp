@@ -13,6 +13,8 @@
 
 #include "../core/tuning.h"
 #include "../wire/allreduce.h"
+#include "call_name.hpp"
+#include "cuda_fabrics.hpp"
 #include "device_fault.hpp"
 #include "diagnostics.hpp"
 #include "fault.hpp"
@@ -37,20 +39,27 @@ struct GroupCore {
   std::optional<PeerFabric::Vote> peer;  // of CPU tensors; empty before their first call. Guarded by the issue lock
   cpu::PeerObserver peer_observer;       // of the vote and its fabric; tests set it before the first call
   std::atomic<PeerFabric*> peer_fabric{nullptr};  // that of the vote, for those who end the group without the lock
+  CudaFabrics cuda_fabrics;                       // of CUDA tensors
   wire::Workspace workspace;                      // used by one call at a time
   std::atomic<int64_t> workspace_bytes{0};
   Diagnostics diagnostics;
   // Of calls over peer memory on CPU; below kLookAhead only where a benchmark asks what the overlap is worth.
   std::atomic<int32_t> look_ahead{kLookAhead};
+
+  // Faults the group if devices have met what the host does not know of yet. Never blocks, calls no CUDA.
+  void look_at_devices();
 };
 
 struct QuantizedCall {
-  at::Tensor tensor;           // the caller's, any strides without overlap
-  PeerFabric* peer = nullptr;  // the exchange goes over peer memory, or else
-  BackendPtr inner;            // over this
-  wire::Call wire;             // tensor not set yet
+  at::Tensor tensor;                  // the caller's, any strides without overlap
+  PeerFabric* peer = nullptr;         // the exchange goes over peer memory of the host,
+  CudaFabric* cuda_peer = nullptr;    // or of its devices,
+  BackendPtr inner;                   // or else over this
+  wire::Call wire;                    // tensor not set yet
+  std::optional<c10::Stream> stream;  // device tensors: the current stream, where the call is enqueued
+  bool captured = false;              // it is recorded into a graph
   MeasuredSite site;
-  std::string what;  // names the call in messages
+  CallName what;
 };
 
 // Collective; afterwards call.tensor holds the result. On failure the group is faulted, its exchange torn down, and
@@ -58,7 +67,6 @@ struct QuantizedCall {
 void run_quantized(GroupCore& core, QuantizedCall& call);
 
 // Faults the group; returns the error to raise for this call.
-std::exception_ptr fail_call(GroupCore& core, const std::string& what, const std::string& stage,
-                             const std::string& cause);
+std::exception_ptr fail_call(GroupCore& core, const CallName& what, const std::string& stage, const std::string& cause);
 
 }  // namespace echo::pg

@@ -12,9 +12,11 @@ namespace {
 
 template <typename Enum>
 Enum parse(const char* field, const std::string& value, std::initializer_list<std::pair<const char*, Enum>> names) {
-  std::string allowed;
   for (const auto& [name, enumerator] : names) {
     if (value == name) return enumerator;
+  }
+  std::string allowed;
+  for (const auto& [name, enumerator] : names) {
     allowed += std::string(allowed.empty() ? "'" : ", '") + name + "'";
   }
   TORCH_CHECK_VALUE(false, field, " is '", value, "', but must be one of ", allowed);

@@ -21,17 +21,25 @@ at::Tensor new_block(int64_t bytes, c10::Device device) {
 
 }  // namespace
 
+StatePool::~StatePool() {
+  for (auto& [key, arena] : arenas_) {
+    if (!arena.pinned) continue;
+    for (at::Tensor& block : arena.blocks) block.unsafeReleaseTensorImpl();
+  }
+}
+
 int64_t StatePool::Arena::block_bytes() const {
   int64_t bytes = 0;
   for (const at::Tensor& block : blocks) bytes += block.numel();
   return bytes;
 }
 
-void StatePool::start_pass(Direction direction) {
+void StatePool::start_pass(Direction direction, bool recording) {
   std::erase_if(slots_, [&](const auto& entry) { return std::get<0>(entry.first) == direction; });
   for (auto& [key, arena] : arenas_) {
     if (std::get<0>(key) != direction) continue;
-    if (arena.blocks.size() > 1) {
+    arena.pinned = arena.pinned || recording;
+    if (arena.blocks.size() > 1 && !arena.pinned) {
       int64_t used = 0;
       for (const int64_t bytes : arena.used) used += bytes;
       // The old blocks go first, so that the new one does not come on top of them.
@@ -42,21 +50,23 @@ void StatePool::start_pass(Direction direction) {
   }
 }
 
-Slot StatePool::acquire(Direction direction, const SlotKey& key, int64_t bytes, c10::Device device) {
+Slot StatePool::acquire(Direction direction, const SlotKey& key, int64_t bytes, c10::Device device, bool recording) {
+  const auto arena_key = std::tuple(direction, device.type(), device.index());
+  Arena& arena = arenas_[arena_key];
+  arena.pinned = arena.pinned || recording;
   const auto slot_key = std::tuple(direction, device.type(), device.index(), key);
   if (const auto found = slots_.find(slot_key); found != slots_.end()) {
     Slot& slot = found->second;
     slot.first_site = false;
     return slot;
   }
-  const auto arena_key = std::tuple(direction, device.type(), device.index());
   size_t held = 0;
   for (const auto& entry : slots_) held += std::get<0>(entry.first) == direction ? 1 : 0;
-  if (held >= kMaxSlotsPerPass) start_pass(direction);
-  return slots_[slot_key] = Slot{take(arenas_[arena_key], bytes, device), true};
+  if (held >= kMaxSlotsPerPass) start_pass(direction, recording);
+  return slots_[slot_key] = Slot{take(arena, bytes, device, recording), true};
 }
 
-at::Tensor StatePool::take(Arena& arena, int64_t bytes, c10::Device device) {
+at::Tensor StatePool::take(Arena& arena, int64_t bytes, c10::Device device, bool recording) {
   const int64_t needed = padded(bytes);
   for (size_t i = 0; i < arena.blocks.size(); ++i) {
     if (arena.blocks[i].numel() - arena.used[i] < needed) continue;
@@ -64,8 +74,11 @@ at::Tensor StatePool::take(Arena& arena, int64_t bytes, c10::Device device) {
     arena.used[i] += needed;
     return arena.blocks[i].narrow(0, offset, bytes);
   }
+  TORCH_CHECK(!recording, "no memory is left for the state of a quantized all_reduce (", bytes, " bytes on ", device,
+              "), and none can be allocated while a CUDA graph is recorded: run one warm-up pass of the same calls in ",
+              "eager mode first");
   // A block that no slot uses yet is too small for this pass: a larger one takes its place.
-  if (arena.used.size() == 1 && arena.used[0] == 0) arena = Arena{};
+  if (arena.used.size() == 1 && arena.used[0] == 0 && !arena.pinned) arena = Arena{};
   arena.blocks.push_back(new_block(needed, device));
   arena.used.push_back(needed);
   return arena.blocks.back().narrow(0, 0, bytes);

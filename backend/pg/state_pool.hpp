@@ -5,6 +5,10 @@
 //   slot                                    belongs to one (lane, numel, dtype) for the rest of the pass
 //
 // A pass that outgrows its arena gets further blocks; the next pass starts with one block of their total size.
+//
+// A graph keeps the addresses that its calls were recorded with, so an arena that serves a recording keeps its blocks
+// as they are from then on: further ones may come, none goes. Equal sequences of sites get equal slots in it, so that
+// eager passes and replays share their state. While a graph is recorded nothing is allocated.
 #pragma once
 
 #include <cstdint>
@@ -38,12 +42,18 @@ struct Slot {
 // Not thread-safe: callers hold the group's issue lock.
 class StatePool {
  public:
-  // Gives back all slots of a direction.
-  void start_pass(Direction direction);
+  StatePool() = default;
+  // Leaves what graphs refer to: they may be replayed after the group has gone.
+  ~StatePool();
+  StatePool(const StatePool&) = delete;
+  StatePool& operator=(const StatePool&) = delete;
+
+  // Gives back all slots of a direction. `recording`: for a pass that a graph records.
+  void start_pass(Direction direction, bool recording);
 
   // The slot of a key, of `bytes` bytes on `device`; new ones have first_site set. Throws c10::OutOfMemoryError with
-  // advice.
-  Slot acquire(Direction direction, const SlotKey& key, int64_t bytes, c10::Device device);
+  // advice; while `recording`, c10::Error if a new slot would need memory.
+  Slot acquire(Direction direction, const SlotKey& key, int64_t bytes, c10::Device device, bool recording);
 
   // Bytes held, in use or not.
   int64_t total_bytes() const;
@@ -52,11 +62,12 @@ class StatePool {
   struct Arena {
     std::vector<at::Tensor> blocks;
     std::vector<int64_t> used;  // bytes of each block that slots occupy
+    bool pinned = false;        // a graph refers to the blocks
 
     int64_t block_bytes() const;
   };
 
-  static at::Tensor take(Arena& arena, int64_t bytes, c10::Device device);
+  static at::Tensor take(Arena& arena, int64_t bytes, c10::Device device, bool recording);
 
   std::map<std::tuple<Direction, c10::DeviceType, c10::DeviceIndex>, Arena> arenas_;
   std::map<std::tuple<Direction, c10::DeviceType, c10::DeviceIndex, SlotKey>, Slot> slots_;

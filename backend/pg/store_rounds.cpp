@@ -53,6 +53,13 @@ void StoreRounds::wait_for(const std::vector<std::string>& keys, const HasExited
   }
 }
 
+std::string StoreRounds::first_failure(const std::vector<std::string>& texts) {
+  for (size_t rank = 0; rank < texts.size(); ++rank) {
+    if (!texts[rank].empty()) return "rank " + std::to_string(rank) + ": " + texts[rank];
+  }
+  return {};
+}
+
 // A store that has gone with its process answers nothing: then nobody can be named.
 std::string StoreRounds::missing_ranks() const {
   std::string ranks;

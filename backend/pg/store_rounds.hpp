@@ -32,6 +32,14 @@ class StoreRounds {
     return hear(has_exited);
   }
 
+  // Collective: what went wrong on this rank, empty if nothing did, for the first failure of all ranks, "rank 1: ...".
+  std::string exchange_failure(const std::string& mine, const HasExited& has_exited = {}) {
+    return first_failure(exchange(mine, has_exited));
+  }
+
+  // By rank what went wrong there: the first that is not empty.
+  static std::string first_failure(const std::vector<std::string>& texts);
+
  private:
   void wait_for(const std::vector<std::string>& keys, const HasExited& has_exited);
   std::string key(int32_t rank) const { return std::to_string(round_) + "/" + std::to_string(rank); }

@@ -17,10 +17,9 @@ constexpr milliseconds kWaitSlice{1000};
 
 }  // namespace
 
-Completion::Completion(at::Tensor tensor, std::vector<c10::Device> devices)
+Completion::Completion(at::Tensor tensor)
     : tensor_(std::move(tensor)),
-      future_(c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()),
-                                                       std::move(devices))) {}
+      future_(c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()))) {}
 
 void Completion::succeed() noexcept {
   try {
@@ -63,7 +62,9 @@ bool Completion::wait_until(Clock::time_point deadline) const {
 }
 
 WorkEcho::WorkEcho(std::shared_ptr<Completion> completion, WorkDetails details)
-    : Work(details.rank, c10d::OpType::ALLREDUCE), completion_(std::move(completion)), details_(std::move(details)) {}
+    : Work(details.what.rank, c10d::OpType::ALLREDUCE),
+      completion_(std::move(completion)),
+      details_(std::move(details)) {}
 
 WorkEcho::~WorkEcho() { free_lane(); }
 
@@ -72,9 +73,7 @@ void WorkEcho::free_lane() {
   if (details_.lanes) std::exchange(details_.lanes, nullptr)->free(details_.lane);
 }
 
-bool WorkEcho::isCompleted() {
-  return completion_->is_done() && (!details_.device_done || details_.device_done->query());
-}
+bool WorkEcho::isCompleted() { return completion_->is_done(); }
 
 bool WorkEcho::isSuccess() const { return completion_->is_done() && completion_->error() == nullptr; }
 
@@ -92,8 +91,6 @@ bool WorkEcho::wait(milliseconds timeout) {
   wait_for_host(timeout);
   free_lane();
   if (const std::exception_ptr error = completion_->error()) std::rethrow_exception(error);
-  // Device tensors: the current stream waits, the host goes on.
-  if (details_.device_done) completion_->future()->wait();
   return true;
 }
 
@@ -102,7 +99,7 @@ void WorkEcho::wait_for_host(milliseconds timeout) {
   const auto waited = [&] { return std::chrono::duration_cast<milliseconds>(Clock::now() - start); };
   while (!completion_->wait_until(timeout == kNoTimeout ? Clock::now() + kWaitSlice
                                                         : std::min(Clock::now() + kWaitSlice, start + timeout))) {
-    TORCH_CHECK_WITH(DistBackendError, timeout == kNoTimeout || waited() < timeout, details_.what,
+    TORCH_CHECK_WITH(DistBackendError, timeout == kNoTimeout || waited() < timeout, details_.what.text(),
                      " did not finish within the ", timeout.count(), " ms that wait() was given; it goes on");
     if (details_.while_waiting) details_.while_waiting(waited());
   }
@@ -123,7 +120,7 @@ c10::intrusive_ptr<c10::ivalue::Future> WorkEcho::getFutureResult() {
   return outcome;
 }
 
-uint64_t WorkEcho::getSequencenumber() const { return details_.call_number; }
+uint64_t WorkEcho::getSequencenumber() const { return details_.what.number; }
 
 WorkBracket::WorkBracket(int rank, std::vector<c10::intrusive_ptr<c10d::Work>> parts)
     : Work(rank, c10d::OpType::COALESCED), parts_(std::move(parts)) {}

@@ -1,4 +1,5 @@
-// Works of calls that echo runs itself; forwarded calls return the inner backend's own.
+// Works of calls that echo runs itself on its worker; those of device tensors are in device_work.hpp, and forwarded
+// calls return the inner backend's own.
 #pragma once
 
 #include <chrono>
@@ -7,14 +8,12 @@
 #include <functional>
 #include <memory>
 #include <mutex>
-#include <optional>
-#include <string>
 #include <vector>
 
 #include <ATen/core/ivalue.h>
-#include <c10/core/Event.h>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
+#include "call_name.hpp"
 #include "lanes.hpp"
 
 namespace echo::pg {
@@ -22,7 +21,7 @@ namespace echo::pg {
 // How one call ended; shared by the caller's Work and by whoever runs the call.
 class Completion {
  public:
-  Completion(at::Tensor tensor, std::vector<c10::Device> devices);
+  explicit Completion(at::Tensor tensor);
 
   // The future first, so that whoever has waited finds it done. Its callbacks run on the calling thread.
   void succeed() noexcept;
@@ -49,12 +48,9 @@ class Completion {
 };
 
 struct WorkDetails {
-  int rank = 0;
-  uint64_t call_number = 0;
-  std::string what;  // names the call in messages
+  CallName what;
   int32_t lane = 0;
-  std::shared_ptr<LaneTable> lanes;       // the lane goes back to it when the caller has waited; null if none was taken
-  std::optional<c10::Event> device_done;  // CUDA: recorded behind the call
+  std::shared_ptr<LaneTable> lanes;  // the lane goes back to it when the caller has waited; null if none was taken
   // Called while a caller waits, about once a second; throws if waiting longer is pointless.
   std::function<void(std::chrono::milliseconds waited)> while_waiting;
 };

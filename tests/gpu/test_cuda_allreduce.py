@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import covering
 import data
 import pytest
@@ -28,7 +30,7 @@ def run_async(rank: int, size: int, numel: int) -> list[torch.Tensor]:
     import echo_pg
 
     torch.cuda.set_device(rank)
-    group = dist.new_group(backend="echo", pg_options=echo_pg.Options(policy="all", min_bytes=0))
+    group = dist.new_group(backend="echo", pg_options=echo_pg.Options(policy="all", min_bytes=0, fabric="wire"))
     found = []
     for step in range(4):
         tensors = [x.cuda() for x in async_inputs(size, numel, step, rank)]
@@ -65,12 +67,15 @@ def run_mismatch(rank: int, size: int) -> tuple[bool, str]:
     import echo_pg
 
     torch.cuda.set_device(rank)
-    group = dist.new_group(backend="echo", pg_options=echo_pg.Options(policy="all", min_bytes=0))
+    group = dist.new_group(backend="echo", pg_options=echo_pg.Options(policy="all", min_bytes=0, fabric="wire"))
     if rank == 1:
         echo_pg.new_pass("backward", group)
     x = torch.ones(4096, device="cuda", dtype=torch.bfloat16)
-    dist.all_reduce(x, group=group)
+    work = dist.all_reduce(x, group=group, async_op=True)
+    work.get_future().wait()
     is_nan = bool(x.isnan().all().item())
+    with contextlib.suppress(dist.DistBackendError):  # the host may know of it by now
+        work.wait()
     try:
         dist.all_reduce(torch.ones(4096, device="cuda", dtype=torch.bfloat16), group=group)
     except dist.DistBackendError as error:

@@ -1,0 +1,330 @@
+#if defined(ECHO_WITH_CUDA)
+
+#include "cuda_fabric.hpp"
+
+#include <pthread.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <sstream>
+
+#include <c10/cuda/CUDAGuard.h>
+#include <c10/util/Exception.h>
+
+#include "store_rounds.hpp"
+
+namespace echo::pg {
+namespace {
+
+using std::chrono::milliseconds;
+
+constexpr milliseconds kTrialLimit{10'000};
+constexpr milliseconds kWatchPeriod{250};
+constexpr milliseconds kLeavePatience{5'000};
+constexpr milliseconds kLeavePoll{1};
+constexpr int32_t kOldestComputeCapability = 80;  // what the kernels are built for
+
+// What a rank says of itself in the first round.
+struct Introduction {
+  std::string failure;  // why it knows nothing of itself
+  pid_t pid = 0;
+  cuda::DeviceFacts device;
+  std::string identity;
+};
+
+constexpr char kGoodMark = '+';  // in front of a text that says what was asked for; any other tells a failure
+
+std::string write_introduction(c10::Device device) {
+  const cuda::DeviceFacts facts = cuda::device_facts(device.index());
+  std::ostringstream out;
+  out << kGoodMark;
+  out << getpid() << " " << facts.uuid << " " << facts.compute_capability << " " << facts.multiprocessors << " "
+      << facts.is_mig << " " << cpu::host_identity();
+  return out.str();
+}
+
+Introduction read_introduction(const std::string& text) {
+  Introduction it;
+  if (!text.starts_with(kGoodMark)) {
+    it.failure = text;
+    return it;
+  }
+  std::istringstream in(text.substr(1));
+  in >> it.pid >> it.device.uuid >> it.device.compute_capability >> it.device.multiprocessors >> it.device.is_mig;
+  std::getline(in >> std::ws, it.identity);
+  return it;
+}
+
+std::string pair_of(size_t one, size_t two) { return "ranks " + std::to_string(one) + " and " + std::to_string(two); }
+
+// Why these ranks cannot share memory; every rank comes to the same answer.
+std::string objection(const std::vector<Introduction>& ranks, bool allow_shared_gpu) {
+  for (size_t rank = 0; rank < ranks.size(); ++rank) {
+    const Introduction& it = ranks[rank];
+    if (!it.failure.empty()) return "rank " + std::to_string(rank) + ": " + it.failure;
+    if (it.identity != ranks[0].identity) {
+      return pair_of(0, rank) + " share no memory (other host, user, or IPC or PID namespace)";
+    }
+    if (it.device.is_mig) return "rank " + std::to_string(rank) + " has a MIG slice, which reaches no other device";
+    if (it.device.compute_capability < kOldestComputeCapability) {
+      return "the GPU of rank " + std::to_string(rank) + " is older than sm_80";
+    }
+    for (size_t other = 0; other < rank; ++other) {
+      if (ranks[other].pid == it.pid) return pair_of(other, rank) + " are one process";
+      if (!allow_shared_gpu && ranks[other].device.uuid == it.device.uuid) {
+        return pair_of(other, rank) +
+               " use one GPU, where kernels that wait for each other take turns; "
+               "allow_shared_gpu=True permits that, for tests";
+      }
+    }
+  }
+  return {};
+}
+
+// What `step` returns, or else the text of what it throws.
+template <typename Step>
+std::string text_of(Step step) {
+  try {
+    return step();
+  } catch (const c10::Error& error) {
+    return error.what_without_backtrace();
+  } catch (const std::exception& error) {
+    return error.what();
+  }
+}
+
+std::string write_offer(const cuda::MemoryHandle& handle, const std::string& board_path) {
+  std::ostringstream out;
+  out << kGoodMark << std::hex;
+  for (const std::byte byte : handle) out << (static_cast<int>(byte) >> 4) << (static_cast<int>(byte) & 15);
+  out << board_path;
+  return out.str();
+}
+
+cuda::MemoryHandle handle_in(const std::string& offer) {
+  cuda::MemoryHandle handle;
+  for (size_t i = 0; i < handle.size(); ++i) {
+    handle[i] = static_cast<std::byte>(std::stoi(offer.substr(1 + 2 * i, 2), nullptr, 16));
+  }
+  return handle;
+}
+
+std::string board_path_in(const std::string& offer) { return offer.substr(1 + 2 * cuda::kMemoryHandleBytes); }
+
+}  // namespace
+
+CudaFabric::CudaFabric(const Setup& setup)
+    : device_(setup.device), rank_(setup.rank), slabs_(setup.size), processes_(setup.size) {}
+
+CudaFabric::~CudaFabric() {
+  stop_watch();
+  // Only close() knows that no kernel runs: what it has not taken stays, and a graph replayed later finds its words.
+  group_.release();
+}
+
+CudaFabric::Vote CudaFabric::make(const Setup& setup) {
+  const c10::cuda::CUDAGuard guard(setup.device);
+  const cuda::CaptureTolerance tolerance;
+  StoreRounds rounds(setup.store, setup.name, setup.rank, setup.size, setup.timeout);
+  std::vector<Introduction> ranks;
+  for (const std::string& text : rounds.exchange(text_of([&] { return write_introduction(setup.device); }))) {
+    ranks.push_back(read_introduction(text));
+  }
+  if (std::string reason = objection(ranks, setup.allow_shared_gpu); !reason.empty()) return {nullptr, reason};
+
+  int32_t multiprocessors = ranks[0].device.multiprocessors;
+  for (const Introduction& it : ranks) multiprocessors = std::min(multiprocessors, it.device.multiprocessors);
+  std::shared_ptr<CudaFabric> fabric(new CudaFabric(setup));
+  fabric->shape_ = cuda::peer_shape(setup.size, multiprocessors, setup.workspace_bytes);
+  if (fabric->shape_.slot_bytes == 0) {
+    return {nullptr, "kernels over peer memory serve no group of " + std::to_string(setup.size) +
+                         " ranks within workspace_bytes=" + std::to_string(setup.workspace_bytes)};
+  }
+  std::string unreachable = text_of([&]() -> std::string {
+    for (int32_t peer = 0; peer < setup.size; ++peer) {
+      if (cuda::may_access(setup.device.index(), ranks[peer].device.uuid)) continue;
+      return "its GPU cannot access the memory of that of rank " + std::to_string(peer);
+    }
+    return {};
+  });
+  if (std::string reason = rounds.exchange_failure(unreachable); !reason.empty()) return {nullptr, reason};
+
+  std::vector<pid_t> pids;
+  for (const Introduction& it : ranks) pids.push_back(it.pid);
+  if (std::string reason = fabric->open_together(rounds, pids); !reason.empty()) return {nullptr, reason};
+  fabric->watcher_ = std::thread([fabric = fabric.get()] { fabric->watch(); });
+  pthread_setname_np(fabric->watcher_.native_handle(), "echo-watch");
+  return {std::move(fabric), {}};
+}
+
+// From here on ranks hold memory of each other, and a failure of one is one of all: whatever was made is given back.
+std::string CudaFabric::open_together(StoreRounds& rounds, const std::vector<pid_t>& pids) {
+  const std::vector<std::string> offers = rounds.exchange(text_of([&] { return offer(); }));
+  std::vector<std::string> failures = offers;
+  for (std::string& text : failures) {
+    if (text.starts_with(kGoodMark)) text.clear();
+  }
+  if (std::string reason = StoreRounds::first_failure(failures); !reason.empty()) {
+    slabs_[rank_].release();  // no peer has opened it
+    return reason;
+  }
+
+  std::string reason = rounds.exchange_failure(text_of([&] { return map_peers(offers, pids); }));
+  board_.close_handle();
+  bool slabs_in_use = false;
+  if (reason.empty()) {
+    std::unique_ptr<cuda::PeerTrial> trial;
+    const auto attempt = [&](auto step) {
+      return rounds.exchange_failure(text_of([&]() -> std::string {
+        if (!trial) trial = std::make_unique<cuda::PeerTrial>();
+        slabs_in_use = true;
+        std::string failure = step(*trial);
+        slabs_in_use = !trial->finish(milliseconds(0));
+        return failure;
+      }));
+    };
+    reason = attempt([&](cuda::PeerTrial& it) { return try_writes(it); });
+    if (reason.empty()) reason = attempt([&](cuda::PeerTrial& it) { return try_reads(it); });
+  }
+  if (reason.empty()) reason = rounds.exchange_failure(text_of([&] { return make_group(); }));
+  if (!reason.empty()) close_together(rounds, slabs_in_use);
+  return reason;
+}
+
+std::string CudaFabric::offer() {
+  slabs_[rank_] = cuda::PeerSlab::create(slab_bytes());
+  board_ = NoticeBoard(rank_);
+  return write_offer(slabs_[rank_].handle(), board_.path());
+}
+
+std::string CudaFabric::map_peers(const std::vector<std::string>& offers, const std::vector<pid_t>& pids) {
+  std::vector<std::string> paths;
+  for (const std::string& offer : offers) paths.push_back(board_path_in(offer));
+  board_.open(paths);
+  for (int32_t peer = 0; peer < static_cast<int32_t>(offers.size()); ++peer) {
+    if (peer == rank_) continue;
+    processes_[peer] = cpu::PeerProcess(pids[peer]);
+    slabs_[peer] = cuda::PeerSlab::open(handle_in(offers[peer]));
+  }
+  return {};
+}
+
+std::string CudaFabric::try_writes(cuda::PeerTrial& trial) {
+  for (int32_t peer = 0; peer < shape_.world_size; ++peer) trial.write(slabs_[peer].data(), rank_, peer);
+  return trial.finish(kTrialLimit) ? "" : "a trial write to the memory of peers did not end";
+}
+
+std::string CudaFabric::try_reads(cuda::PeerTrial& trial) {
+  for (int32_t source = 0; source < shape_.world_size; ++source) trial.verify(slabs_[rank_].data(), source, rank_);
+  trial.clear(slabs_[rank_].data(), shape_.world_size);
+  if (!trial.finish(kTrialLimit)) return "a trial read of its own peer memory did not end";
+  const int64_t wrong = trial.wrong_words();
+  return wrong == 0 ? "" : std::to_string(wrong) + " words that peers wrote to its memory did not arrive";
+}
+
+std::string CudaFabric::make_group() {
+  std::vector<std::byte*> bases;
+  for (const cuda::PeerSlab& slab : slabs_) bases.push_back(slab.data());
+  group_ = std::make_unique<cuda::PeerGroup>(shape_, rank_, std::move(bases));
+  return {};
+}
+
+void CudaFabric::unmap_peers() {
+  for (int32_t peer = 0; peer < shape_.world_size; ++peer) {
+    if (peer != rank_) slabs_[peer].release();
+  }
+}
+
+// Memory that a rank still writes to stays on all ranks.
+void CudaFabric::close_together(StoreRounds& rounds, bool slabs_in_use) {
+  if (!slabs_in_use) {
+    group_.reset();
+    unmap_peers();
+  }
+  const std::string in_use = rounds.exchange_failure(slabs_in_use ? "in use" : "");
+  if (in_use.empty()) slabs_[rank_].release();
+}
+
+int64_t CudaFabric::all_reduce(cuda::PeerCall call, bool captured) {
+  const c10::cuda::CUDAGuard guard(device_);
+  const std::lock_guard lock(group_mutex_);
+  TORCH_CHECK_WITH(DistBackendError, group_, "the group has been destroyed");
+  const uint64_t exact_calls = call.exact_calls;
+  call.exact_calls -= exact_calls_;
+  captured_ = captured_ || captured;
+  group_->all_reduce(call);
+  exact_calls_ = exact_calls;
+  return group_->wire_bytes(call.site.plan);
+}
+
+std::string CudaFabric::fault_text() const {
+  const std::lock_guard lock(group_mutex_);
+  const FaultKind kind = group_ ? group_->fault().kind : FaultKind::kNone;
+  // Where a peer has given up, kernels here only know that they were told to stop.
+  if (kind == FaultKind::kNone || kind == FaultKind::kAborted) {
+    if (std::string reason = board_.peers_reason(); !reason.empty()) return reason;
+  }
+  return kind == FaultKind::kNone ? std::string() : group_->describe_fault();
+}
+
+void CudaFabric::abort(const std::string& reason) {
+  board_.give_up(reason);
+  const std::lock_guard lock(group_mutex_);
+  if (group_) group_->abort();
+}
+
+void CudaFabric::watch() {
+  std::vector<bool> reported(processes_.size());
+  std::unique_lock lock(watch_mutex_);
+  while (!watch_ends_.wait_for(lock, kWatchPeriod, [&] { return stopping_; })) {
+    for (int32_t peer = 0; peer < static_cast<int32_t>(processes_.size()); ++peer) {
+      if (peer == rank_ || reported[peer] || !processes_[peer].has_exited()) continue;
+      reported[peer] = true;
+      group_->report_exit(peer);
+    }
+    if (!board_.peers_reason().empty()) {
+      group_->abort();
+      return;
+    }
+  }
+}
+
+void CudaFabric::stop_watch() {
+  {
+    const std::lock_guard lock(watch_mutex_);
+    stopping_ = true;
+    watch_ends_.notify_all();
+  }
+  if (watcher_.joinable()) watcher_.join();
+}
+
+void CudaFabric::close(bool calls_done) {
+  stop_watch();
+  const c10::cuda::CUDAGuard guard(device_);
+  const cuda::CaptureTolerance tolerance;
+  {
+    const std::lock_guard lock(group_mutex_);
+    // A graph may be replayed after the group has gone: it must find the memory, and the word that sends it away.
+    if (captured_) group_->abort();
+    if (captured_ || !calls_done) {
+      board_.leave(NoticeBoard::Leaving::kKept);
+      return;
+    }
+    group_.reset();
+  }
+  unmap_peers();
+  board_.leave(NoticeBoard::Leaving::kUnmapped);
+  const auto deadline = std::chrono::steady_clock::now() + kLeavePatience;
+  for (int32_t peer = 0; peer < shape_.world_size; ++peer) {
+    while (peer != rank_ && board_.leaving(peer) != NoticeBoard::Leaving::kUnmapped && !processes_[peer].has_exited()) {
+      const bool kept = board_.leaving(peer) == NoticeBoard::Leaving::kKept;
+      if (kept || std::chrono::steady_clock::now() >= deadline) return;
+      std::this_thread::sleep_for(kLeavePoll);
+    }
+  }
+  slabs_[rank_].release();
+}
+
+}  // namespace echo::pg
+
+#endif  // defined(ECHO_WITH_CUDA)

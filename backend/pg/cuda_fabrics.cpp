@@ -1,0 +1,148 @@
+#include "cuda_fabrics.hpp"
+
+#include <c10/util/Exception.h>
+
+#if defined(ECHO_WITH_CUDA)
+#include <array>
+#include <thread>
+
+#include <c10/cuda/CUDAGraphsC10Utils.h>
+#include <c10/cuda/CUDAMacros.h>
+#include <c10/cuda/CUDAStream.h>
+
+#include "../core/tile.h"
+#include "cuda_fabric.hpp"
+#endif
+
+namespace echo::pg {
+
+const CudaFabrics::Outcome* CudaFabrics::outcome(c10::Device device) const {
+  const std::lock_guard lock(mutex_);
+  const auto found = outcomes_.find(device.index());
+  return found == outcomes_.end() ? nullptr : &found->second;
+}
+
+bool CudaFabrics::has_fabric() const { return any_.load(std::memory_order_acquire); }
+
+std::string CudaFabrics::refusal() const {
+  const std::lock_guard lock(mutex_);
+  for (const auto& [index, outcome] : outcomes_) {
+    if (!outcome.reason.empty()) return outcome.reason;
+  }
+  return {};
+}
+
+#if defined(ECHO_WITH_CUDA)
+
+namespace {
+
+// How long the end of a group waits for its calls under way.
+constexpr std::chrono::seconds kPatience{5};
+constexpr std::chrono::milliseconds kPoll{1};
+
+bool becomes_idle(c10::Device device) {
+  // Another thread may record a graph, which must not hear of this one's questions.
+  const c10::cuda::CUDAStreamCaptureModeGuard relaxed(cudaStreamCaptureModeRelaxed);
+  const auto deadline = std::chrono::steady_clock::now() + kPatience;
+  while (!CudaFabrics::order_of(device).is_idle()) {
+    if (std::chrono::steady_clock::now() >= deadline) return false;
+    std::this_thread::sleep_for(kPoll);
+  }
+  return true;
+}
+
+}  // namespace
+
+// Never destroyed: events outlive the CUDA runtime at exit.
+StreamOrder& CudaFabrics::order_of(c10::Device device) {
+  static auto* const orders = new std::array<StreamOrder, C10_COMPILE_TIME_MAX_GPUS>();
+  return orders->at(static_cast<size_t>(device.index()));
+}
+
+const CudaFabrics::Outcome& CudaFabrics::vote(c10::Device device, const Config& config, const Member& member) {
+  CudaFabric::Setup setup{.store = member.store,
+                          .name = "cuda/" + std::to_string(outcomes_.size()),
+                          .device = device,
+                          .rank = member.rank,
+                          .size = member.size,
+                          .workspace_bytes = config.workspace_bytes,
+                          .allow_shared_gpu = config.allow_shared_gpu,
+                          .timeout = member.timeout};
+  CudaFabric::Vote vote = CudaFabric::make(setup);
+  const std::lock_guard lock(mutex_);
+  const Outcome& outcome =
+      outcomes_.emplace(device.index(), Outcome{std::move(vote.fabric), std::move(vote.reason)}).first->second;
+  if (outcome.fabric) any_.store(true, std::memory_order_release);
+  return outcome;
+}
+
+wire::Receipt CudaFabrics::all_reduce(CudaFabric& fabric, const wire::Call& call, const c10::Stream& stream,
+                                      bool captured) {
+  cuda::PeerCall peer_call;
+  peer_call.site.plan = call.plan;
+  peer_call.site.tensor = call.tensor.data_ptr();
+  peer_call.site.state = call.state.defined() ? call.state.data_ptr() : nullptr;
+  peer_call.direction = call.direction;
+  peer_call.rescale = call.rescale;
+  peer_call.exact_calls = call.exact_calls;
+  peer_call.timeout = call.timeout;
+  peer_call.stream = c10::cuda::CUDAStream(stream).stream();
+  const int64_t sent = fabric.all_reduce(peer_call, captured);
+  return wire::Receipt{.wire_bytes = sent, .padding_bytes = sent - ideal_wire_bytes(call.plan)};
+}
+
+std::string CudaFabrics::fault_text() const {
+  if (!has_fabric()) return {};
+  const std::lock_guard lock(mutex_);
+  for (const auto& [index, outcome] : outcomes_) {
+    if (!outcome.fabric) continue;
+    if (std::string text = outcome.fabric->fault_text(); !text.empty()) return text;
+  }
+  return {};
+}
+
+void CudaFabrics::abort(const std::string& reason) {
+  const std::lock_guard lock(mutex_);
+  for (const auto& [index, outcome] : outcomes_) {
+    if (outcome.fabric) outcome.fabric->abort(reason);
+  }
+}
+
+void CudaFabrics::close(bool healthy) {
+  std::map<c10::DeviceIndex, Outcome> outcomes;
+  {
+    const std::lock_guard lock(mutex_);
+    outcomes = outcomes_;
+  }
+  for (const auto& [index, outcome] : outcomes) {
+    if (!outcome.fabric) continue;
+    outcome.fabric->close(healthy && becomes_idle(c10::Device(c10::kCUDA, index)));
+  }
+}
+
+int64_t CudaFabrics::slab_bytes() const {
+  const std::lock_guard lock(mutex_);
+  int64_t bytes = 0;
+  for (const auto& [index, outcome] : outcomes_) bytes += outcome.fabric ? outcome.fabric->slab_bytes() : 0;
+  return bytes;
+}
+
+#else
+
+namespace {
+
+[[noreturn]] void no_cuda() { TORCH_INTERNAL_ASSERT(false, "peer memory of CUDA devices in a build without CUDA"); }
+
+}  // namespace
+
+StreamOrder& CudaFabrics::order_of(c10::Device) { no_cuda(); }
+const CudaFabrics::Outcome& CudaFabrics::vote(c10::Device, const Config&, const Member&) { no_cuda(); }
+wire::Receipt CudaFabrics::all_reduce(CudaFabric&, const wire::Call&, const c10::Stream&, bool) { no_cuda(); }
+std::string CudaFabrics::fault_text() const { return {}; }
+void CudaFabrics::abort(const std::string&) {}
+void CudaFabrics::close(bool) {}
+int64_t CudaFabrics::slab_bytes() const { return 0; }
+
+#endif
+
+}  // namespace echo::pg

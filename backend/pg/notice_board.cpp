@@ -1,0 +1,41 @@
+#include "notice_board.hpp"
+
+#include <cstring>
+
+namespace echo::pg {
+
+NoticeBoard::NoticeBoard(int32_t rank) : rank_(rank) { pages_.push_back(cpu::SharedMemory::create(sizeof(Page))); }
+
+void NoticeBoard::open(const std::vector<std::string>& paths) {
+  by_rank_.resize(paths.size());
+  for (int32_t rank = 0; rank < static_cast<int32_t>(paths.size()); ++rank) {
+    if (rank != rank_) pages_.push_back(cpu::SharedMemory::open(paths[rank], sizeof(Page)));
+    by_rank_[rank] = reinterpret_cast<Page*>((rank == rank_ ? pages_.front() : pages_.back()).data());
+  }
+}
+
+void NoticeBoard::give_up(const std::string& reason) noexcept {
+  Page& page = *by_rank_[rank_];
+  if (page.given_up.load(std::memory_order_relaxed) != 0) return;
+  std::strncpy(page.text, reason.c_str(), kTextBytes - 1);
+  page.given_up.store(1, std::memory_order_release);
+}
+
+std::string NoticeBoard::peers_reason() const {
+  for (int32_t rank = 0; rank < static_cast<int32_t>(by_rank_.size()); ++rank) {
+    const Page& page = *by_rank_[rank];
+    if (rank == rank_ || page.given_up.load(std::memory_order_acquire) == 0) continue;
+    return "rank " + std::to_string(rank) + ": " + page.text;
+  }
+  return {};
+}
+
+void NoticeBoard::leave(Leaving how) noexcept {
+  by_rank_[rank_]->leaving.store(static_cast<uint32_t>(how), std::memory_order_release);
+}
+
+NoticeBoard::Leaving NoticeBoard::leaving(int32_t rank) const {
+  return static_cast<Leaving>(by_rank_[rank]->leaving.load(std::memory_order_acquire));
+}
+
+}  // namespace echo::pg

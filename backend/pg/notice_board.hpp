@@ -1,0 +1,57 @@
+// What the ranks of one host tell each other apart from any exchange: a page per rank, written by it and read by all.
+// It needs no kernel, no store and no answer, so a rank that fails outside a call can say so, and a rank that leaves
+// waits for nobody.
+#pragma once
+
+#include <atomic>
+#include <string>
+#include <vector>
+
+#include "../cpu/shared_memory.h"
+
+namespace echo::pg {
+
+class NoticeBoard {
+ public:
+  enum class Leaving : uint32_t {
+    kNo,
+    kUnmapped,  // this rank has closed what it had mapped of its peers
+    kKept,      // it has not, and will not: its peers' memory must stay
+  };
+
+  NoticeBoard() = default;
+
+  // A page for this rank. Throws std::system_error.
+  explicit NoticeBoard(int32_t rank);
+
+  std::string path() const { return pages_.front().path(); }
+  // Maps the pages of the peers, `paths` by rank. Throws std::system_error.
+  void open(const std::vector<std::string>& paths);
+  // Called when every rank has opened it.
+  void close_handle() noexcept {
+    if (!pages_.empty()) pages_.front().close_handle();
+  }
+
+  // This rank ends the group; the first text stays.
+  void give_up(const std::string& reason) noexcept;
+  // "rank 1: its reason" of the first peer that gave up; empty if none did.
+  std::string peers_reason() const;
+
+  void leave(Leaving how) noexcept;
+  Leaving leaving(int32_t rank) const;
+
+ private:
+  static constexpr size_t kTextBytes = 2048;
+  // At rest all zero. `given_up` and `leaving` are stored with release and read with acquire; `given_up` covers text.
+  struct Page {
+    std::atomic<uint32_t> given_up;
+    std::atomic<uint32_t> leaving;
+    char text[kTextBytes];  // ends with a zero
+  };
+
+  std::vector<cpu::SharedMemory> pages_;  // own first
+  std::vector<Page*> by_rank_;
+  int32_t rank_ = 0;
+};
+
+}  // namespace echo::pg
