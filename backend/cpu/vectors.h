@@ -97,18 +97,8 @@ ECHO_INLINE FloatVector greater_magnitude_of(FloatVector most, FloatVector x) {
 ECHO_INLINE IntVector widen_bytes(ByteVector x) { return (IntVector)_mm512_cvtepu8_epi32((__m128i)x); }
 ECHO_INLINE IntVector widen_halves(HalfVector x) { return (IntVector)_mm512_cvtepu16_epi32((__m256i)x); }
 ECHO_INLINE IntVector widen_signed_halves(HalfVector x) { return (IntVector)_mm512_cvtepi16_epi32((__m256i)x); }
-// By shuffles: Zen 4 is slow at storing what vpmovdb and vpmovdw narrow.
-ECHO_INLINE ByteVector narrow_to_bytes(IntVector x) {
-  const __m512i low_bytes = _mm512_set4_epi32(-1, -1, -1, 0x0c080400);
-  const __m512i quarters = _mm512_shuffle_epi8((__m512i)x, low_bytes);
-  const __m512i first_of_each = _mm512_castsi128_si512(_mm_setr_epi32(0, 4, 8, 12));
-  return (ByteVector)_mm512_castsi512_si128(_mm512_permutexvar_epi32(first_of_each, quarters));
-}
-ECHO_INLINE HalfVector narrow_to_halves(IntVector x) {
-  const __m512i even =
-      _mm512_castsi256_si512(_mm256_setr_epi16(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30));
-  return (HalfVector)_mm512_castsi512_si256(_mm512_permutexvar_epi16(even, (__m512i)x));
-}
+ECHO_INLINE ByteVector narrow_to_bytes(IntVector x) { return (ByteVector)_mm512_cvtepi32_epi8((__m512i)x); }
+ECHO_INLINE HalfVector narrow_to_halves(IntVector x) { return (HalfVector)_mm512_cvtepi32_epi16((__m512i)x); }
 #elif defined(__AVX2__)
 ECHO_INLINE IntVector widen_bytes(ByteVector x) { return (IntVector)_mm256_cvtepu8_epi32(_mm_loadu_si64(&x)); }
 ECHO_INLINE IntVector widen_halves(HalfVector x) { return (IntVector)_mm256_cvtepu16_epi32((__m128i)x); }
