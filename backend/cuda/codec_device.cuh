@@ -23,8 +23,12 @@ static __device__ __forceinline__ TileView<Byte> view_tile(const Codec& codec, i
 template <int kBits>
 struct Encoded {
   uint32_t codes[kBits];
-  GroupParams params;
+  uint32_t params;  // as in memory: the scale, the zero-point above it. Taken apart where used, not where loaded
 };
+
+static __device__ __forceinline__ GroupParams unpack_params(uint32_t params) {
+  return GroupParams{static_cast<uint16_t>(params), static_cast<uint16_t>(params >> 16)};
+}
 
 template <int kBits>
 constexpr int kChunkCodeWords = kBits / kLaneChunks;
@@ -87,11 +91,6 @@ static __device__ __forceinline__ Extremes word_extremes(const Lane<kSpread>& la
 
 // ---- encode -------------------------------------------------------------------------------------------------------
 
-// Below this factor on the extremes, elements may lie more than 2^15 steps away, too far for clamping 16-bit integers:
-// one-sided groups put an element up to (levels + 512) / clip steps from the zero-point, 512 being the larger limit of
-// |z|, and |z| comes on top: 1279 / clip < 2^15.
-constexpr float kSmallestQuickClip = 0.0625f;
-
 // kQuick: no rescale, clip not below kSmallestQuickClip, unsigned codes.
 template <int kBits, bool kQuick>
 static __device__ __forceinline__ void encode_chunk(const float* x, float scale_up, const GroupGrid& grid,
@@ -115,7 +114,7 @@ template <int kBits, Spread kSpread>
 static __device__ __forceinline__ void encode_elements(const Lane<kSpread>& lane, const float (&x)[kLaneElems],
                                                        const GroupGrid& grid, uint32_t (&words)[kBits]) {
   const Codec& codec = lane.site.plan.codec;
-  const bool is_signed = codec.quantizer == Quantizer::kSymmetric;
+  const bool is_signed = lane.is_signed;
   const CodeForm form = code_form<kBits>(is_signed);
   // A group without codes has limits 0, 0, to which even what a NaN leaves is clamped.
   const bool has_codes = grid.code_max != 0.0f;
@@ -123,7 +122,7 @@ static __device__ __forceinline__ void encode_elements(const Lane<kSpread>& lane
   const uint32_t least = is_signed ? 0x00010001u : 0u;
   const uint32_t most = kBits == 4 ? 0x000f000fu : 0x00ff00ffu;
   const CodeLimits limits{has_codes ? least : zero, has_codes ? most : zero};
-  const bool quick = !is_signed && lane.scale_up == 1.0f && codec.clip >= kSmallestQuickClip;
+  const bool quick = !is_signed && lane.scale_up == 1.0f && lane.quick_clip;
   if (quick) {
 #pragma unroll
     for (int part = 0; part < kLaneChunks; ++part) {
@@ -164,12 +163,10 @@ static __device__ __forceinline__ void store_encoded(const Lane<kSpread>& lane, 
     }
   }
   if (at.elems == 0 || lane.index != 0) return;
-  const GroupParams params = encoded.params;
-  if (codec.quantizer == Quantizer::kSymmetric) {
-    reinterpret_cast<uint16_t*>(tile.params)[at.slot] = params.scale_bits;
+  if (lane.is_signed) {
+    reinterpret_cast<uint16_t*>(tile.params)[at.slot] = static_cast<uint16_t>(encoded.params);
   } else {
-    reinterpret_cast<uint32_t*>(tile.params)[at.slot] = params.scale_bits | static_cast<uint32_t>(params.zero_bits)
-                                                                                << 16;
+    reinterpret_cast<uint32_t*>(tile.params)[at.slot] = encoded.params;
   }
 }
 
@@ -179,9 +176,9 @@ static __device__ __forceinline__ Encoded<kBits> encode_group(const Lane<kSpread
                                                               const float (&x)[kLaneElems], const Extremes& extremes) {
   // Rounding is monotonic: the extremes times 2^k are the extremes of the products.
   const Extremes scaled{extremes.lo * lane.scale_up, extremes.hi * lane.scale_up};
-  const Grid grid = make_grid<kBits>(scaled, lane.site.plan.codec, lane.sure_steps);
+  const Grid grid = make_grid<kBits>(scaled, lane.site.plan.codec, lane.is_signed, lane.sure_steps);
   Encoded<kBits> encoded;
-  encoded.params = grid.params;
+  encoded.params = grid.params.scale_bits | static_cast<uint32_t>(grid.params.zero_bits) << 16;
   encode_elements<kBits>(lane, x, grid.grid, encoded.codes);
   if (at.dense) return encoded;
 #pragma unroll
@@ -225,12 +222,11 @@ static __device__ __forceinline__ Encoded<kBits> load_encoded(const Lane<kSpread
       }
     }
   }
-  if (at.elems == 0) return encoded;
-  if (codec.quantizer == Quantizer::kSymmetric) {
-    encoded.params.scale_bits = reinterpret_cast<const uint16_t*>(tile.params)[at.slot];
+  if (!at.dense && at.elems == 0) return encoded;
+  if (lane.is_signed) {
+    encoded.params = reinterpret_cast<const uint16_t*>(tile.params)[at.slot];
   } else {
-    const uint32_t pair = reinterpret_cast<const uint32_t*>(tile.params)[at.slot];
-    encoded.params = GroupParams{static_cast<uint16_t>(pair), static_cast<uint16_t>(pair >> 16)};
+    encoded.params = reinterpret_cast<const uint32_t*>(tile.params)[at.slot];
   }
   return encoded;
 }
@@ -241,8 +237,8 @@ template <int kBits, Spread kSpread, typename Body>
 static __device__ __forceinline__ void for_each_decoded(const Lane<kSpread>& lane, const Encoded<kBits>& encoded,
                                                         Body body) {
   const Codec& codec = lane.site.plan.codec;
-  const CodeForm form = code_form<kBits>(codec.quantizer == Quantizer::kSymmetric);
-  const Decoder decoder = make_decoder<kBits>(encoded.params, codec, form);
+  const CodeForm form = code_form<kBits>(lane.is_signed);
+  const Decoder decoder = make_decoder<kBits>(unpack_params(encoded.params), codec, form);
   const auto decode = [&](auto element) {
 #pragma unroll
     for (int part = 0; part < kLaneChunks; ++part) {
@@ -272,8 +268,8 @@ static __device__ __forceinline__ void decode_group(const Lane<kSpread>& lane, c
 // False if no element of a group with these parameters can be NaN after decode_group and rotate_exit: the scale is
 // small enough for 2^10 times as many steps, 2^60 of the rescale and 2^10 elements added up.
 template <Spread kSpread>
-static __device__ __forceinline__ bool may_decode_to_nan(const Lane<kSpread>& lane, const GroupParams& params) {
-  return !(fabsf(widen16(params.scale_bits, lane.site.plan.codec.scale_dtype)) < 0x1p40f);
+static __device__ __forceinline__ bool may_decode_to_nan(const Lane<kSpread>& lane, uint32_t params) {
+  return !(fabsf(widen16(unpack_params(params).scale_bits, lane.site.plan.codec.scale_dtype)) < 0x1p40f);
 }
 
 }  // namespace echo::cuda

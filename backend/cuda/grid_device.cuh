@@ -47,14 +47,23 @@ static __device__ __forceinline__ float sure_steps_inside(const Codec& codec) {
   return codec.quantizer == Quantizer::kZeroAware ? fmaxf(codec.tau * 1.001f, kLeast) : kLeast;
 }
 
+// The core's own way, for what is rare: out of line, so that it does not take up the caches of what is not.
+static __device__ __noinline__ Grid exact_grid(Extremes extremes, const Codec& codec) {
+  Grid exact;
+  const uint32_t magnitude = max(bits_of(extremes.lo) & kAbsMask32, bits_of(extremes.hi) & kAbsMask32);
+  exact.params = group_params(GroupStats{extremes.lo, extremes.hi, magnitude}, codec);
+  exact.grid = group_grid(exact.params, codec);
+  return exact;
+}
+
 // lo and hi are the group's extremes, scaled; `sure_steps` is sure_steps_inside(codec).
 template <int kBits>
-static __device__ __forceinline__ Grid make_grid(const Extremes& extremes, const Codec& codec, float sure_steps) {
+static __device__ __forceinline__ Grid make_grid(const Extremes& extremes, const Codec& codec, bool symmetric,
+                                                 float sure_steps) {
   constexpr float kLevels = kBits == 4 ? 15.0f : 255.0f;
   constexpr float kSymmetricLevels = kBits == 4 ? 7.0f : 127.0f;
   constexpr float kSharp = 0x1p-20f;  // a bound below which a quotient might underflow
   const bool brain = codec.scale_dtype == ScaleDType::kBFloat16;
-  const bool symmetric = codec.quantizer == Quantizer::kSymmetric;
   const float lo = extremes.lo * codec.clip + 0.0f;
   const float hi = extremes.hi * codec.clip + 0.0f;
   const float largest = max_or_nan(fabsf(lo), fabsf(hi));
@@ -78,13 +87,7 @@ static __device__ __forceinline__ Grid make_grid(const Extremes& extremes, const
       whole_zero = codec.quantizer == Quantizer::kZeroAware;
     }
   }
-  if (!sure) {
-    Grid exact;
-    const uint32_t magnitude = max(bits_of(extremes.lo) & kAbsMask32, bits_of(extremes.hi) & kAbsMask32);
-    exact.params = group_params(GroupStats{extremes.lo, extremes.hi, magnitude}, codec);
-    exact.grid = group_grid(exact.params, codec);
-    return exact;
-  }
+  if (!sure) return exact_grid(extremes, codec);
   const float step = symmetric ? divide_by_short(largest, kSymmetricLevels, 1.0f / kSymmetricLevels)
                                : divide_by_short(top - bottom, kLevels, 1.0f / kLevels);
   Grid result;

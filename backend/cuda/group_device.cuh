@@ -26,6 +26,11 @@ constexpr int kLaneElems = kLaneChunks * kChunkElems;
 
 enum class Spread { kRuns, kChunks };
 
+// Below this factor on the extremes, elements may lie more than 2^15 steps away, too far for clamping 16-bit integers:
+// one-sided groups put an element up to (levels + 512) / clip steps from the zero-point, 512 being the larger limit of
+// |z|, and |z| comes on top: 1279 / clip < 2^15.
+constexpr float kSmallestQuickClip = 0.0625f;
+
 // Offsets in the compensator's state that core/tile.h computes with 64-bit divisions: done once, on the host.
 struct StateLayout {
   int64_t average_bytes = 0;  // from c to m1
@@ -51,6 +56,11 @@ struct Lane {
   float scale_down;
   float sure_steps;     // sure_steps_inside of the codec
   bool tensor_aligned;  // chunks of the tensor can be loaded whole
+  // What the plan says, kept here so that kernels made for plans of a kind can make constants of them.
+  bool is_signed;    // the codes are
+  bool quick_clip;   // clip is not below kSmallestQuickClip
+  bool corrected;    // there is a correction to add
+  StateDType state;  // its format
 };
 
 // One group as this lane sees it; `rotated` and `dense` are equal in all lanes of the warp.
@@ -117,7 +127,11 @@ static __device__ __forceinline__ Lane<kSpread> make_lane(const Site& site, cons
                        .scale_up = power_of_two(rescale_log2),
                        .scale_down = power_of_two(-rescale_log2),
                        .sure_steps = sure_steps_inside(codec),
-                       .tensor_aligned = aligned};
+                       .tensor_aligned = aligned,
+                       .is_signed = codec.quantizer == Quantizer::kSymmetric,
+                       .quick_clip = codec.clip >= kSmallestQuickClip,
+                       .corrected = site.plan.feedback.enabled && !site.plan.first_site,
+                       .state = site.plan.feedback.state_dtype};
 }
 
 template <Spread kSpread>

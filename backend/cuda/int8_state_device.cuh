@@ -21,7 +21,7 @@ static __device__ __forceinline__ uint16_t* scale_at(const Lane<kSpread>& lane, 
 // One average as stored.
 struct Int8Average {
   ChunkWords<1> words[kLaneChunks];
-  uint16_t scale_bits;
+  uint32_t scale_bits;
 };
 
 template <Spread kSpread>
@@ -29,7 +29,8 @@ static __device__ __forceinline__ void load_int8_average(const Lane<kSpread>& la
                                                          Int8Average& stored) {
   std::byte* base = average_base(lane, which);
   load_elements<1>(lane, at, base, true, stored.words);
-  stored.scale_bits = at.elems > 0 ? *scale_at(lane, at, base) : uint16_t{0};
+  stored.scale_bits = 0;
+  if (at.dense || at.elems > 0) stored.scale_bits = *scale_at(lane, at, base);
 }
 
 // Values are scale * code. 8 bits of the scale times 9 of the base: that product is exact, and so is the fused
@@ -40,9 +41,9 @@ struct Int8Decoder {
   float factor;
 };
 
-static __device__ __forceinline__ Int8Decoder make_int8_decoder(uint16_t scale_bits) {
+static __device__ __forceinline__ Int8Decoder make_int8_decoder(uint32_t scale_bits) {
   constexpr float kBase = kCodeBase<8> + 128.0f;
-  const float scale = from_bfloat16(scale_bits);
+  const float scale = from_bfloat16(static_cast<uint16_t>(scale_bits));
   const bool huge = scale >= 0x1p112f;
   const float safe = huge ? scale * 0x1p-32f : scale;
   return Int8Decoder{safe, -safe * kBase, huge ? 0x1p32f : 1.0f};

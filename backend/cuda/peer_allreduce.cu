@@ -65,9 +65,9 @@ struct Walk {
   int64_t tiles;
 };
 
-Walk plan_walk(const Plan& plan, const SlabShape& slab) {
+Walk plan_walk(const Plan& plan, const SlabShape& slab, Kind kind) {
   Walk walk;
-  const int32_t most = slab.lanes / kMostPeerBlocks * peer_blocks(state_kind(plan));
+  const int32_t most = slab.lanes / kMostPeerBlocks * peer_blocks(state_kind(plan), kind);
   walk.tile_groups = peer_tile_groups(plan, SlabShape{slab.world_size, most, slab.slot_bytes});
   const int64_t round = static_cast<int64_t>(kPeerWarps) * groups_per_task(plan.codec);
   if (walk.tile_groups > round) walk.tile_groups -= walk.tile_groups % round;
@@ -110,7 +110,8 @@ PeerGroup::~PeerGroup() {
 
 void PeerGroup::all_reduce(const PeerCall& call) {
   const Plan& plan = call.site.plan;
-  const Walk walk = plan_walk(plan, shape_);
+  const Kind kind = kind_of(plan, call.rescale);
+  const Walk walk = plan_walk(plan, shape_, kind);
   auto* group = reinterpret_cast<GroupState*>(state_);
   PeerJob job{.site = call.site,
               .state_layout = make_state_layout(plan),
@@ -119,6 +120,7 @@ void PeerGroup::all_reduce(const PeerCall& call) {
               .rescale = call.rescale,
               .partial = plan.numel % plan.codec.group_elems != 0,
               .groups = group_count(plan),
+              .segment = segment_groups(plan),
               .tile_groups = walk.tile_groups,
               .tiles = walk.tiles,
               .timeout_ns = static_cast<uint64_t>(call.timeout.count()),
@@ -130,7 +132,7 @@ void PeerGroup::all_reduce(const PeerCall& call) {
   const auto stream = static_cast<cudaStream_t>(call.stream);
   if (call.rescale) write_record(Call{call.site, nullptr, stream}, job.record, true, &group->record);
   with_kernels(plan.dtype, plan.codec.bits, [&]<DType kDType, int kBits>() {
-    launch_peer_kernel<kDType, kBits>(job, static_cast<unsigned>(walk.lanes), stream);
+    launch_peer_kernel<kDType, kBits>(job, kind, static_cast<unsigned>(walk.lanes), stream);
   });
   check(cudaGetLastError(), "echo all_reduce over peer memory");
 }
@@ -148,8 +150,9 @@ void PeerGroup::abort() { __atomic_store_n(&words_->abort, 1u, __ATOMIC_RELEASE)
 
 void PeerGroup::report_exit(int32_t peer) { __atomic_fetch_or(&words_->exited, uint64_t{1} << peer, __ATOMIC_RELEASE); }
 
-int64_t PeerGroup::wire_bytes(const Plan& plan) const {
-  const Walk walk = plan_walk(plan, shape_);
+int64_t PeerGroup::wire_bytes(const PeerCall& call) const {
+  const Plan& plan = call.site.plan;
+  const Walk walk = plan_walk(plan, shape_, kind_of(plan, call.rescale));
   return sent_tile_bytes(plan, walk.tile_groups) + (plan.world_size - 1) * static_cast<int64_t>(sizeof(CallRecord));
 }
 

@@ -64,7 +64,7 @@ class PeerGroup {
   void report_exit(int32_t peer);
 
   // Bytes that one call puts into peers' slabs.
-  int64_t wire_bytes(const Plan& plan) const;
+  int64_t wire_bytes(const PeerCall& call) const;
 
  private:
   SlabShape shape_;

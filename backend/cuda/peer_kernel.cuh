@@ -9,79 +9,14 @@
 #pragma once
 
 #include "../core/reduce.h"
-#include "peer_wait.cuh"
-#include "stage_device.cuh"
+#include "peer_tile.cuh"
 
 namespace echo::cuda {
-
-constexpr int kPeerThreads = 128;
-constexpr int kPeerWarps = kPeerThreads / kWarpLanes;
 
 // Warps of a block that wait and release, one thread per peer: different ones, so that they do so side by side.
 constexpr int kPushWaitWarp = 0;
 constexpr int kGatherWaitWarp = 1;
 constexpr int kReleaseWarp = 2;
-
-struct PeerJob {
-  Site site;
-  StateLayout state_layout;
-  SlabShape shape;
-  CallRecord record;  // call_number and exact_calls as far as the host knows them: 0 and what was forwarded since
-  bool rescale;
-  bool partial;  // the tensor's last group is
-  int64_t groups;
-  int64_t tile_groups;
-  int64_t tiles;  // of a segment
-  uint64_t timeout_ns;
-  GroupState* group;
-  uint32_t* sequences;  // per lane: tiles finished so far
-  PeerHostWords* words;
-  std::byte* slabs[kMaxPeerRanks];
-};
-
-// ---- groups of a tile ---------------------------------------------------------------------------------------------
-
-// The tile that the block works on in one stage.
-struct TileAt {
-  GroupRange groups;
-  int64_t room;  // groups that its slot has room for
-};
-
-__device__ __forceinline__ TileAt tile_of(const PeerJob& job, int32_t owner, int64_t tile) {
-  const int64_t per_segment = segment_groups(job.site.plan);
-  return TileAt{tile_range(job.site.plan, owner, tile, job.tile_groups),
-                min_i64(job.tile_groups, per_segment - tile * job.tile_groups)};
-}
-
-// Calls body(lane, GroupAt) for the groups of the tile; all lanes of a warp make the same number of calls. Full groups
-// go side by side into a warp, the tensor's partial one goes alone, so that all lanes agree on whether to rotate.
-template <Spread kSpread, typename Body>
-__device__ __forceinline__ void for_each_group_of(const PeerJob& job, const GroupRange& groups, int32_t rescale_log2,
-                                                  Body body) {
-  const Codec& codec = job.site.plan.codec;
-  const auto lane = make_lane<kSpread>(job.site, job.state_layout, groups.begin, rescale_log2);
-  const int32_t side_by_side = kWarpLanes >> lane.lanes_log2;
-  const bool partial = job.partial && groups.end == job.groups && groups.begin < groups.end;
-  const int32_t full = static_cast<int32_t>(groups.end - groups.begin) - (partial ? 1 : 0);
-  const int32_t tasks = ((full + side_by_side - 1) >> (5 - lane.lanes_log2)) + (partial ? 1 : 0);
-  const int32_t mine = (static_cast<int32_t>(threadIdx.x) % kWarpLanes) >> lane.lanes_log2;
-#pragma unroll 1
-  for (int32_t task = static_cast<int32_t>(threadIdx.x) / kWarpLanes; task < tasks; task += kPeerWarps) {
-    const int32_t first = task * side_by_side;
-    const int32_t here = min(full - first, side_by_side);
-    GroupAt at;
-    if (here > 0) {
-      at.slot = first + mine;
-      at.elems = mine < here ? codec.group_elems : 0;
-      at.rotated = is_rotated(codec, codec.group_elems);
-      at.dense = here == side_by_side && codec.group_elems == kLaneElems << lane.lanes_log2;
-    } else {
-      at.slot = full;
-      at.elems = mine == 0 ? group_elems_at(job.site.plan, job.groups - 1) : 0;
-    }
-    body(lane, at);
-  }
-}
 
 // What this lane still owes of the tensor: every rank's segment, its tiles from `first` on.
 template <DType kDType>
@@ -89,7 +24,7 @@ __device__ __noinline__ void fill_lane_with_nan(const PeerJob& job, int64_t firs
   const Plan& plan = job.site.plan;
   for (int64_t tile = first; tile < job.tiles; tile += gridDim.x) {
     for (int32_t owner = 0; owner < plan.world_size; ++owner) {
-      const GroupRange groups = tile_range(plan, owner, tile, job.tile_groups);
+      const GroupRange groups = tile_of(job, owner, tile).groups;
       const int64_t end = min_i64(plan.numel, groups.end * plan.codec.group_elems);
       for (int64_t i = groups.begin * plan.codec.group_elems + threadIdx.x; i < end; i += kPeerThreads) {
         store_nan<kDType>(job.site.tensor, i);
@@ -184,11 +119,13 @@ __device__ __forceinline__ void close_peer_call(const PeerJob& job) {
 }
 
 // Blocks of one multiprocessor, as many as a kernel's registers leave room for: so many lanes a call may have.
-constexpr int peer_blocks(StateKind state) { return state == StateKind::kNone ? 4 : state == StateKind::kInt8 ? 3 : 2; }
+constexpr int peer_blocks(StateKind state, Kind kind) {
+  return kind != Kind::kAny && state == StateKind::kNone ? 4 : 2;
+}
 constexpr int kMostPeerBlocks = 4;
 
 // kPair: of two ranks, where the sum needs no order kept.
-template <DType kDType, int kBits, StateKind kState, Updates kUpdates, bool kPair>
+template <DType kDType, int kBits, StateKind kState, Updates kUpdates, bool kPair, Kind kKind>
 struct LaneWalk {
   const PeerJob& job;
   const WaitContext& context;
@@ -233,36 +170,85 @@ struct LaneWalk {
     return true;
   }
 
+  __device__ __forceinline__ TileView<std::byte> slot_view(int32_t rank, Stage stage, int32_t i, int64_t room) const {
+    return view_tile(job.site.plan.codec, room, job.slabs[rank] + slot_at(stage, job.site.plan.rank, i));
+  }
+
+  // One task of any kind, apart from those that the stages below have in their loops.
+  __device__ __noinline__ void push_task(int32_t peer, int32_t i, int32_t task) const {
+    const TileAt at_tile = tile_of(job, peer, tile(i));
+    const TileWalk<Spread::kRuns, kState, Kind::kAny> walk(job, at_tile.groups, call.rescale_log2);
+    const GroupAt at = walk.any_group(task);
+    auto stored = load_stored<kDType, kState>(walk.lane, at);
+    push_group<kUpdates, kBits>(walk.lane, at, stored, slot_view(peer, Stage::kPush, i, at_tile.room));
+  }
+
+  __device__ __noinline__ void reduce_task(int32_t i, int32_t task) const {
+    const TileAt at_tile = tile_of(job, job.site.plan.rank, tile(i));
+    const TileWalk<Spread::kRuns, kState, Kind::kAny> walk(job, at_tile.groups, call.rescale_log2);
+    const GroupAt at = walk.any_group(task);
+    const Copies<kBits> copies = pushed_copies(i, at_tile.room);
+    auto addends = load_addends<kDType, kState>(copies, walk.lane, at);
+    reduce_group<kUpdates, !kPair>(copies, walk.lane, at, addends, [&](const Encoded<kBits>& encoded) {
+      gather_group(walk.lane, at, encoded, i, at_tile.room);
+    });
+  }
+
+  __device__ __noinline__ void tail_task(int32_t owner, int32_t i, int32_t task) const {
+    const TileAt at_tile = tile_of(job, owner, tile(i));
+    const TileWalk<Spread::kChunks, kState, Kind::kAny> walk(job, at_tile.groups, call.rescale_log2);
+    const GroupAt at = walk.any_group(task);
+    tail_group<kUpdates, kDType, kState>(walk.lane, at,
+                                         load_encoded<kBits>(walk.lane, at, gathered_view(owner, i, at_tile.room)));
+  }
+
+  __device__ __forceinline__ Copies<kBits> pushed_copies(int32_t i, int64_t room) const {
+    const Plan& plan = job.site.plan;
+    return {plan, room,
+            PeerTiles{job.slabs[plan.rank] + slot_at(Stage::kPush, 0, i), kRingSlots * job.shape.slot_bytes}};
+  }
+
+  __device__ __forceinline__ TileView<const std::byte> gathered_view(int32_t owner, int32_t i, int64_t room) const {
+    const std::byte* slot = job.slabs[job.site.plan.rank] + slot_at(Stage::kGather, owner, i);
+    return view_tile(job.site.plan.codec, room, slot);
+  }
+
+  // The owner's store to everyone, itself included.
+  template <Spread kSpread>
+  __device__ __forceinline__ void gather_group(const Lane<kSpread>& lane, const GroupAt& at,
+                                               const Encoded<kBits>& encoded, int32_t i, int64_t room) const {
+#pragma unroll 1
+    for (int32_t turn = 0; turn < job.shape.world_size; ++turn) {
+      store_encoded(lane, at, encoded, slot_view(peer_at(turn), Stage::kGather, i, room));
+    }
+  }
+
   __device__ __forceinline__ void push(int32_t i) const {
 #pragma unroll 1
     for (int32_t turn = 1; turn < job.shape.world_size; ++turn) {
       const int32_t peer = peer_at(turn);
       const TileAt at_tile = tile_of(job, peer, tile(i));
-      const TileView<std::byte> view =
-          view_tile(job.site.plan.codec, at_tile.room, job.slabs[peer] + slot_at(Stage::kPush, job.site.plan.rank, i));
-      for_each_group_of<Spread::kRuns>(
-          job, at_tile.groups, call.rescale_log2,
-          [&](const auto& lane, const GroupAt& at) { push_group<kDType, kBits, kState, kUpdates>(lane, at, view); });
+      const TileView<std::byte> view = slot_view(peer, Stage::kPush, i, at_tile.room);
+      const TileWalk<Spread::kRuns, kState, kKind> walk(job, at_tile.groups, call.rescale_log2);
+      walk.run([&](const GroupAt& at) { return load_stored<kDType, kState>(walk.lane, at); },
+               [&](const GroupAt& at, auto& stored) { push_group<kUpdates, kBits>(walk.lane, at, stored, view); },
+               [&](int32_t task) { push_task(peer, i, task); });
     }
     hand_over(Stage::kPush, i);
   }
 
-  // With the gather, which is the owner's store to everyone.
+  // With the gather.
   __device__ __forceinline__ void reduce(int32_t i) const {
-    const Plan& plan = job.site.plan;
-    const TileAt at_tile = tile_of(job, plan.rank, tile(i));
-    const Copies<kBits> copies{
-        plan, at_tile.room,
-        PeerTiles{job.slabs[plan.rank] + slot_at(Stage::kPush, 0, i), kRingSlots * job.shape.slot_bytes}};
-    const int64_t target = slot_at(Stage::kGather, plan.rank, i);
-    for_each_group_of<Spread::kRuns>(job, at_tile.groups, call.rescale_log2, [&](const auto& lane, const GroupAt& at) {
-      reduce_group<kDType, kBits, kState, !kPair, kUpdates>(copies, lane, at, [&](const Encoded<kBits>& encoded) {
-#pragma unroll 1
-        for (int32_t turn = 0; turn < job.shape.world_size; ++turn) {
-          store_encoded(lane, at, encoded, view_tile(plan.codec, at_tile.room, job.slabs[peer_at(turn)] + target));
-        }
-      });
-    });
+    const TileAt at_tile = tile_of(job, job.site.plan.rank, tile(i));
+    const Copies<kBits> copies = pushed_copies(i, at_tile.room);
+    const TileWalk<Spread::kRuns, kState, kKind> walk(job, at_tile.groups, call.rescale_log2);
+    walk.run([&](const GroupAt& at) { return load_addends<kDType, kState>(copies, walk.lane, at); },
+             [&](const GroupAt& at, auto& addends) {
+               reduce_group<kUpdates, !kPair>(copies, walk.lane, at, addends, [&](const Encoded<kBits>& encoded) {
+                 gather_group(walk.lane, at, encoded, i, at_tile.room);
+               });
+             },
+             [&](int32_t task) { reduce_task(i, task); });
     hand_over(Stage::kGather, i);
   }
 
@@ -271,11 +257,12 @@ struct LaneWalk {
     for (int32_t turn = 0; turn < job.shape.world_size; ++turn) {
       const int32_t owner = peer_at(turn);
       const TileAt at_tile = tile_of(job, owner, tile(i));
-      const std::byte* slot = job.slabs[job.site.plan.rank] + slot_at(Stage::kGather, owner, i);
-      const TileView<const std::byte> view = view_tile(job.site.plan.codec, at_tile.room, slot);
-      for_each_group_of<Spread::kChunks>(
-          job, at_tile.groups, call.rescale_log2,
-          [&](const auto& lane, const GroupAt& at) { tail_group<kDType, kBits, kState, kUpdates>(lane, at, view); });
+      const TileView<const std::byte> view = gathered_view(owner, i, at_tile.room);
+      const TileWalk<Spread::kChunks, kState, kKind> walk(job, at_tile.groups, call.rescale_log2);
+      walk.run(
+          [&](const GroupAt& at) { return load_encoded<kBits>(walk.lane, at, view); },
+          [&](const GroupAt& at, const auto& encoded) { tail_group<kUpdates, kDType, kState>(walk.lane, at, encoded); },
+          [&](int32_t task) { tail_task(owner, i, task); });
     }
   }
 
@@ -299,12 +286,13 @@ struct LaneWalk {
   }
 };
 
-template <DType kDType, int kBits, StateKind kState, Updates kUpdates, bool kPair>
-__global__ void __launch_bounds__(kPeerThreads, peer_blocks(kState)) peer_kernel(const __grid_constant__ PeerJob job) {
+template <DType kDType, int kBits, StateKind kState, Updates kUpdates, bool kPair, Kind kKind>
+__global__ void __launch_bounds__(kPeerThreads, peer_blocks(kState, kKind))
+    peer_kernel(const __grid_constant__ PeerJob job) {
   __shared__ WaitContext context;
   __shared__ OpenCall call;
   if (open_peer_call(job, context, call)) {
-    LaneWalk<kDType, kBits, kState, kUpdates, kPair>{job, context, call}.run();
+    LaneWalk<kDType, kBits, kState, kUpdates, kPair, kKind>{job, context, call}.run();
   } else {
     fill_lane_with_nan<kDType>(job, blockIdx.x);
   }

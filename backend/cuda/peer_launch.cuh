@@ -9,14 +9,14 @@
 namespace echo::cuda {
 
 template <DType kDType, int kBits>
-void launch_peer_kernel(const PeerJob& job, unsigned blocks, cudaStream_t stream);
+void launch_peer_kernel(const PeerJob& job, Kind kind, unsigned blocks, cudaStream_t stream);
 
 // Loads every kernel of the type and width on the current device.
 template <DType kDType, int kBits>
 cudaError_t load_peer_kernels();
 
-#define ECHO_PEER_KERNELS(prefix, dtype, bits)                                                  \
-  prefix template void launch_peer_kernel<dtype, bits>(const PeerJob&, unsigned, cudaStream_t); \
+#define ECHO_PEER_KERNELS(prefix, dtype, bits)                                                        \
+  prefix template void launch_peer_kernel<dtype, bits>(const PeerJob&, Kind, unsigned, cudaStream_t); \
   prefix template cudaError_t load_peer_kernels<dtype, bits>();
 
 ECHO_PEER_KERNELS(extern, DType::kFloat32, 4)

@@ -18,10 +18,10 @@ static __device__ __forceinline__ bool updates_from(const Lane<kSpread>& lane) {
   return (kUpdates == Updates::kLocal) == (kResidual == Residual::kLocal);
 }
 
-// `x` and `correction` as load_contribution gave them, `encoded` what receivers see of x. Overwrites x.
-template <Updates kUpdates, int kBits, StateKind kState, Spread kSpread>
+// `x` is the contribution, `encoded` what receivers see of x. Overwrites x.
+template <Updates kUpdates, DType kDType, int kBits, StateKind kState, Spread kSpread>
 static __device__ __forceinline__ void update_after_push(const Lane<kSpread>& lane, const GroupAt& at,
-                                                         float (&x)[kLaneElems], const Correction<kState>& correction,
+                                                         float (&x)[kLaneElems], const Stored<kDType, kState>& stored,
                                                          const Encoded<kBits>& encoded) {
   if constexpr (kState != StateKind::kNone) {
     if (!updates_from<kUpdates, Residual::kLocal>(lane)) return;
@@ -29,7 +29,7 @@ static __device__ __forceinline__ void update_after_push(const Lane<kSpread>& la
 #pragma unroll
       for (int i = 0; i < kChunkElems; ++i) x[kChunkElems * part + i] = x[kChunkElems * part + i] - decoded[i];
     });
-    update_state(lane, at, x, correction);
+    update_state(lane, at, x, stored.correction);
   }
 }
 
@@ -37,7 +37,7 @@ static __device__ __forceinline__ void update_after_push(const Lane<kSpread>& la
 template <Updates kUpdates, DType kDType, int kBits, StateKind kState, Spread kSpread>
 static __device__ __forceinline__ void update_after_reduce(const Lane<kSpread>& lane, const GroupAt& at,
                                                            float (&sum)[kLaneElems],
-                                                           const Correction<kState>& correction,
+                                                           const Stored<kDType, kState>& stored,
                                                            const Encoded<kBits>& encoded) {
   if constexpr (kState != StateKind::kNone) {
     if (!updates_from<kUpdates, Residual::kLocal>(lane)) return;
@@ -46,7 +46,7 @@ static __device__ __forceinline__ void update_after_reduce(const Lane<kSpread>& 
 #pragma unroll
       for (int i = 0; i < kChunkElems; ++i) sum[kChunkElems * part + i] = sum[kChunkElems * part + i] - reference[i];
     });
-    update_state(lane, at, sum, correction);
+    update_state(lane, at, sum, stored.correction);
   }
 }
 
@@ -58,8 +58,8 @@ static __device__ __forceinline__ void update_from_result(const Lane<kSpread>& l
     if (!updates_from<kUpdates, Residual::kGroup>(lane)) return;
     const float inverse_world = 1.0f / static_cast<float>(lane.site.plan.world_size);
     float x[kLaneElems];
-    Correction<kState> correction;
-    load_contribution<kDType>(lane, at, x, correction);
+    auto stored = load_stored<kDType, kState>(lane, at);
+    contribution<false>(lane, at, stored, x);
     for_each_decoded(lane, encoded, [&](int part, float(&reference)[kChunkElems]) {
       to_residual_reference<kDType>(lane, reference);
 #pragma unroll
@@ -67,7 +67,7 @@ static __device__ __forceinline__ void update_from_result(const Lane<kSpread>& l
         x[kChunkElems * part + i] = x[kChunkElems * part + i] - reference[i] * inverse_world;
       }
     });
-    update_state(lane, at, x, correction);
+    update_state(lane, at, x, stored.correction);
   }
 }
 

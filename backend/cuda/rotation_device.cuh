@@ -83,12 +83,11 @@ static __device__ __forceinline__ void rotate_exit(const Lane<kSpread>& lane, co
   for (int e = 0; e < kLaneElems; ++e) x[e] = x[e] * factor;
 }
 
-// Words of elements whose signs are flipped, every NaN canonical.
-template <DType kDType, Spread kSpread>
-static __device__ __forceinline__ void narrow_with_nan(const Lane<kSpread>& lane, const GroupAt& at,
-                                                       const float (&x)[kLaneElems],
-                                                       ChunkWords<kBytesOf<kDType>> (&words)[kLaneChunks]) {
-  const uint32_t signs = recompute_here(at.rotated ? lane.signs : 0u);
+// Words of elements whose signs are flipped, every NaN canonical. Rare, so out of line; callers hand in copies, since
+// what is passed this way has to lie in memory.
+template <DType kDType>
+static __device__ __noinline__ void narrow_with_nan(uint32_t signs, const float (&x)[kLaneElems],
+                                                    ChunkWords<kBytesOf<kDType>> (&words)[kLaneChunks]) {
 #pragma unroll
   for (int e = 0; e < kLaneElems; ++e) {
     const uint32_t sign = signs << (e % 2 * -16 + 16 + e / 2) & 0x80000000u;
@@ -110,7 +109,13 @@ static __device__ __forceinline__ void store_elements(const Lane<kSpread>& lane,
                                                       const float (&x)[kLaneElems], bool may_be_nan) {
   ChunkWords<kBytesOf<kDType>> words[kLaneChunks];
   if (may_be_nan && may_hold_nan(x)) {
-    narrow_with_nan<kDType>(lane, at, x, words);
+    float copy[kLaneElems];
+    ChunkWords<kBytesOf<kDType>> narrowed[kLaneChunks];
+#pragma unroll
+    for (int e = 0; e < kLaneElems; ++e) copy[e] = x[e];
+    narrow_with_nan<kDType>(at.rotated ? lane.signs : 0u, copy, narrowed);
+#pragma unroll
+    for (int part = 0; part < kLaneChunks; ++part) words[part] = narrowed[part];
   } else {
 #pragma unroll
     for (int part = 0; part < kLaneChunks; ++part) words[part] = narrow_numbers<kDType>(x + kChunkElems * part);

@@ -19,15 +19,14 @@ inline StateKind state_kind(const Plan& plan) {
 }
 
 // push: what this rank sends of a group that another owns.
-template <DType kDType, int kBits, StateKind kState, Updates kUpdates = Updates::kEither, Spread kSpread>
-__device__ __forceinline__ void push_group(const Lane<kSpread>& lane, const GroupAt& at,
+template <Updates kUpdates, int kBits, DType kDType, StateKind kState, Spread kSpread>
+__device__ __forceinline__ void push_group(const Lane<kSpread>& lane, const GroupAt& at, Stored<kDType, kState>& stored,
                                            const TileView<std::byte>& tile) {
   float x[kLaneElems];
-  Correction<kState> correction;
-  const Extremes extremes = load_measured_contribution<kDType>(lane, at, x, correction);
+  const Extremes extremes = contribution<true>(lane, at, stored, x);
   const Encoded<kBits> encoded = encode_group<kBits>(lane, at, x, extremes);
   store_encoded(lane, at, encoded, tile);
-  update_after_push<kUpdates>(lane, at, x, correction, encoded);
+  update_after_push<kUpdates>(lane, at, x, stored, encoded);
 }
 
 // What the other ranks pushed of this rank's segment, one rank's copy at a time.
@@ -43,6 +42,19 @@ struct Copies {
     return load_encoded<kBits>(lane, at, view_tile(plan.codec, tile_groups, tiles.base + rank * tiles.stride_bytes));
   }
 };
+
+// What reduce loads of a group before it starts: this rank's own part, and the copy of the first other rank.
+template <DType kDType, int kBits, StateKind kState>
+struct Addends {
+  Stored<kDType, kState> own;
+  Encoded<kBits> first;
+};
+
+template <DType kDType, StateKind kState, int kBits, Spread kSpread>
+__device__ __forceinline__ Addends<kDType, kBits, kState> load_addends(const Copies<kBits>& copies,
+                                                                       const Lane<kSpread>& lane, const GroupAt& at) {
+  return {load_stored<kDType, kState>(lane, at), copies.load(lane, at, copies.after(-1))};
+}
 
 // sum += the copies of ranks begin, begin + 1, ... end - 1 but this one's, in that order; `arriving` is the first.
 template <int kBits, Spread kSpread>
@@ -63,39 +75,36 @@ __device__ __forceinline__ void add_copies(const Copies<kBits>& copies, const La
 
 // This rank's own contribution and what all others sent, added up in rank order. kLate: this rank is none of the first
 // two. Those commute, so that elsewhere its own may come first, which needs no registers for a second sum.
-template <DType kDType, bool kLate, int kBits, StateKind kState, Spread kSpread>
-__device__ __forceinline__ void load_sum(const Copies<kBits>& copies, const Lane<kSpread>& lane, const GroupAt& at,
-                                         float (&sum)[kLaneElems], Correction<kState>& correction) {
+template <bool kLate, DType kDType, int kBits, StateKind kState, Spread kSpread>
+__device__ __forceinline__ void sum_ranks(const Copies<kBits>& copies, const Lane<kSpread>& lane, const GroupAt& at,
+                                          Addends<kDType, kBits, kState>& addends, float (&sum)[kLaneElems]) {
   const Plan& plan = lane.site.plan;
-  Encoded<kBits> arriving = copies.load(lane, at, copies.after(-1));
   if constexpr (!kLate) {
-    load_contribution<kDType>(lane, at, sum, correction);
-    add_copies(copies, lane, at, arriving, copies.after(-1), plan.world_size, sum);
+    contribution<false>(lane, at, addends.own, sum);
+    add_copies(copies, lane, at, addends.first, copies.after(-1), plan.world_size, sum);
   } else {
     float below[kLaneElems];
     // -0 + y is y for every y, -0 included: the sum starts from rank 0's value.
 #pragma unroll
     for (int e = 0; e < kLaneElems; ++e) below[e] = -0.0f;
-    add_copies(copies, lane, at, arriving, 0, plan.rank, below);
-    load_contribution<kDType>(lane, at, sum, correction);
+    add_copies(copies, lane, at, addends.first, 0, plan.rank, below);
+    contribution<false>(lane, at, addends.own, sum);
 #pragma unroll
     for (int e = 0; e < kLaneElems; ++e) sum[e] = below[e] + sum[e];
-    add_copies(copies, lane, at, arriving, plan.rank + 1, plan.world_size, sum);
+    add_copies(copies, lane, at, addends.first, plan.rank + 1, plan.world_size, sum);
   }
 }
 
 // reduce: the sum of a group that this rank owns, handed to store(const Encoded<kBits>&).
-template <DType kDType, int kBits, StateKind kState, bool kLate, Updates kUpdates = Updates::kEither, Spread kSpread,
-          typename Store>
+template <Updates kUpdates, bool kLate, DType kDType, int kBits, StateKind kState, Spread kSpread, typename Store>
 __device__ __forceinline__ void reduce_group(const Copies<kBits>& copies, const Lane<kSpread>& lane, const GroupAt& at,
-                                             Store store) {
+                                             Addends<kDType, kBits, kState>& addends, Store store) {
   float sum[kLaneElems];
-  Correction<kState> correction;
-  load_sum<kDType, kLate>(copies, lane, at, sum, correction);
+  sum_ranks<kLate>(copies, lane, at, addends, sum);
   const Extremes extremes = group_extremes(lane, at, sum);
   const Encoded<kBits> encoded = encode_group<kBits>(lane, at, sum, extremes);
   store(encoded);
-  update_after_reduce<kUpdates, kDType>(lane, at, sum, correction, encoded);
+  update_after_reduce<kUpdates>(lane, at, sum, addends.own, encoded);
 }
 
 // What everyone decodes, delivered.
@@ -108,10 +117,9 @@ __device__ __forceinline__ void deliver(const Lane<kSpread>& lane, const GroupAt
 }
 
 // tail. Pre: the tensor still holds this rank's contribution.
-template <DType kDType, int kBits, StateKind kState, Updates kUpdates = Updates::kEither, Spread kSpread>
+template <Updates kUpdates, DType kDType, StateKind kState, int kBits, Spread kSpread>
 __device__ __forceinline__ void tail_group(const Lane<kSpread>& lane, const GroupAt& at,
-                                           const TileView<const std::byte>& tile) {
-  const Encoded<kBits> encoded = load_encoded<kBits>(lane, at, tile);
+                                           const Encoded<kBits>& encoded) {
   update_from_result<kUpdates, kDType, kState>(lane, at, encoded);
   deliver<kDType>(lane, at, encoded);
 }

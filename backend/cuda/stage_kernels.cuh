@@ -95,7 +95,10 @@ __global__ void __launch_bounds__(kThreads, push_blocks(kState))
   const auto lane = make_lane<Spread::kRuns>(job.site, job.state_layout, job.groups.begin, agreed.rescale_log2);
   const TileView<std::byte> view = view_tile(job.site.plan.codec, job.tile_groups, tile);
   clear_unused(job, tile);
-  for_each_group(job, lane, [&](const GroupAt& at) { push_group<kDType, kBits, kState>(lane, at, view); });
+  for_each_group(job, lane, [&](const GroupAt& at) {
+    auto stored = load_stored<kDType, kState>(lane, at);
+    push_group<Updates::kEither, kBits>(lane, at, stored, view);
+  });
 }
 
 template <DType kDType, int kBits, StateKind kState, bool kLate>
@@ -109,8 +112,9 @@ __global__ void __launch_bounds__(kThreads, (reduce_blocks(kState, kLate)))
   const Copies<kBits> copies{plan, job.tile_groups, peers};
   clear_unused(job, tile);
   for_each_group(job, lane, [&](const GroupAt& at) {
-    reduce_group<kDType, kBits, kState, kLate>(
-        copies, lane, at, [&](const Encoded<kBits>& encoded) { store_encoded(lane, at, encoded, view); });
+    auto addends = load_addends<kDType, kState>(copies, lane, at);
+    reduce_group<Updates::kEither, kLate>(
+        copies, lane, at, addends, [&](const Encoded<kBits>& encoded) { store_encoded(lane, at, encoded, view); });
   });
 }
 
@@ -131,7 +135,9 @@ __global__ void __launch_bounds__(kThreads, tail_blocks(kState))
   if (agreed.fault != 0) return fill_nan<kDType>(job);
   const auto lane = make_lane<Spread::kChunks>(job.site, job.state_layout, job.groups.begin, agreed.rescale_log2);
   const TileView<const std::byte> view = view_tile(job.site.plan.codec, job.tile_groups, tile);
-  for_each_group(job, lane, [&](const GroupAt& at) { tail_group<kDType, kBits, kState>(lane, at, view); });
+  for_each_group(job, lane, [&](const GroupAt& at) {
+    tail_group<Updates::kEither, kDType, kState>(lane, at, load_encoded<kBits>(lane, at, view));
+  });
 }
 
 }  // namespace echo::cuda

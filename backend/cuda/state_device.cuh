@@ -25,7 +25,7 @@ template <Spread kSpread>
 static __device__ __forceinline__ void load_average(const Lane<kSpread>& lane, const GroupAt& at, int which,
                                                     float (&out)[kLaneElems]) {
   std::byte* base = average_base(lane, which);
-  switch (lane.site.plan.feedback.state_dtype) {
+  switch (lane.state) {
     case StateDType::kFloat32:
       return load_wide_average<DType::kFloat32>(lane, at, base, out);
     case StateDType::kFloat16:
@@ -63,7 +63,7 @@ template <StateKind kState, Spread kSpread>
 static __device__ __forceinline__ void store_average(const Lane<kSpread>& lane, const GroupAt& at, int which,
                                                      float (&values)[kLaneElems]) {
   std::byte* base = average_base(lane, which);
-  const StateDType dtype = kState == StateKind::kInt8 ? StateDType::kInt8 : lane.site.plan.feedback.state_dtype;
+  const StateDType dtype = kState == StateKind::kInt8 ? StateDType::kInt8 : lane.state;
   const float limit = state_limit(dtype);
   float largest = largest_magnitude(values);
   if (!(largest < limit)) {
@@ -97,68 +97,61 @@ struct Correction<StateKind::kInt8> {
   Int8Average m1;
 };
 
-template <Spread kSpread>
-static __device__ __forceinline__ bool is_corrected(const Lane<kSpread>& lane) {
-  return lane.site.plan.feedback.enabled && !lane.site.plan.first_site;
-}
+// A group of the tensor and of the state as stored: loading is kept apart from what comes next, so that one group can
+// be on its way while another is worked on. State that is not int8 comes later: it would take too many registers.
+template <DType kDType, StateKind kState>
+struct Stored {
+  ChunkWords<kBytesOf<kDType>> words[kLaneChunks];
+  Correction<kState> correction;
+};
 
-template <StateKind kState, Spread kSpread>
-static __device__ __forceinline__ void load_correction(const Lane<kSpread>& lane, const GroupAt& at,
-                                                       Correction<kState>& correction) {
+template <DType kDType>
+struct Stored<kDType, StateKind::kNone> {
+  ChunkWords<kBytesOf<kDType>> words[kLaneChunks];
+};
+
+template <DType kDType, StateKind kState, Spread kSpread>
+static __device__ __forceinline__ Stored<kDType, kState> load_stored(const Lane<kSpread>& lane, const GroupAt& at) {
+  Stored<kDType, kState> stored;
+  load_elements<kBytesOf<kDType>>(lane, at, static_cast<const std::byte*>(lane.site.tensor), lane.tensor_aligned,
+                                  stored.words);
   if constexpr (kState == StateKind::kInt8) {
-    load_int8_average(lane, at, 0, correction.c);
-    if (lane.site.plan.feedback.k2 != 0.0f) load_int8_average(lane, at, 1, correction.m1);
-  } else {
-    load_average(lane, at, 0, correction.c);
+    if (lane.corrected) {
+      load_int8_average(lane, at, 0, stored.correction.c);
+      if (lane.site.plan.feedback.k2 != 0.0f) load_int8_average(lane, at, 1, stored.correction.m1);
+    }
   }
+  return stored;
 }
 
 // The contribution as sent: rotated, then compensated. kMeasured: the extremes too; overwrites absent slots of x then.
-template <DType kDType, StateKind kState, bool kMeasured, Spread kSpread>
+template <bool kMeasured, DType kDType, StateKind kState, Spread kSpread>
 static __device__ __forceinline__ Extremes contribution(const Lane<kSpread>& lane, const GroupAt& at,
-                                                        float (&x)[kLaneElems], Correction<kState>& correction) {
-  ChunkWords<kBytesOf<kDType>> words[kLaneChunks];
-  load_elements<kBytesOf<kDType>>(lane, at, static_cast<const std::byte*>(lane.site.tensor), lane.tensor_aligned,
-                                  words);
-  [[maybe_unused]] bool corrected = false;
-  if constexpr (kState != StateKind::kNone) {
-    corrected = is_corrected(lane);
-    if (corrected) load_correction(lane, at, correction);
-  }
+                                                        Stored<kDType, kState>& stored, float (&x)[kLaneElems]) {
   if constexpr (kMeasured && kState == StateKind::kNone && kDType != DType::kFloat32) {
     if (!at.rotated && at.dense) {
-      widen_elements<kDType>(words, x);
-      return word_extremes<kDType>(lane, words);
+      widen_elements<kDType>(stored.words, x);
+      return word_extremes<kDType>(lane, stored.words);
     }
   }
-  if (at.rotated) flip_signs<kDType>(lane, words);
-  widen_elements<kDType>(words, x);
+  if constexpr (kState == StateKind::kWide) {
+    if (lane.corrected) load_average(lane, at, 0, stored.correction.c);
+  }
+  if (at.rotated) flip_signs<kDType>(lane, stored.words);
+  widen_elements<kDType>(stored.words, x);
   rotate_entry(lane, at, x);
   if constexpr (kState != StateKind::kNone) {
-    if (corrected) {
+    if (lane.corrected) {
       if constexpr (kState == StateKind::kInt8) {
-        add_int8_average(correction.c, x);
+        add_int8_average(stored.correction.c, x);
       } else {
 #pragma unroll
-        for (int e = 0; e < kLaneElems; ++e) x[e] = x[e] + correction.c[e];
+        for (int e = 0; e < kLaneElems; ++e) x[e] = x[e] + stored.correction.c[e];
       }
     }
   }
   if constexpr (kMeasured) return group_extremes(lane, at, x);
   return Extremes{};
-}
-
-template <DType kDType, StateKind kState, Spread kSpread>
-static __device__ __forceinline__ void load_contribution(const Lane<kSpread>& lane, const GroupAt& at,
-                                                         float (&x)[kLaneElems], Correction<kState>& correction) {
-  contribution<kDType, kState, false>(lane, at, x, correction);
-}
-
-template <DType kDType, StateKind kState, Spread kSpread>
-static __device__ __forceinline__ Extremes load_measured_contribution(const Lane<kSpread>& lane, const GroupAt& at,
-                                                                      float (&x)[kLaneElems],
-                                                                      Correction<kState>& correction) {
-  return contribution<kDType, kState, true>(lane, at, x, correction);
 }
 
 // ---- update -------------------------------------------------------------------------------------------------------
@@ -219,7 +212,7 @@ static __device__ __forceinline__ void update_two_averages(const Lane<kSpread>& 
                                                            const Correction<kState>& correction, float (&u)[kLaneElems],
                                                            float (&c)[kLaneElems]) {
   const Feedback& fb = lane.site.plan.feedback;
-  if (lane.site.plan.first_site) {
+  if (!lane.corrected) {
 #pragma unroll
     for (int e = 0; e < kLaneElems; ++e) {
       c[e] = fb.k3 * u[e];
@@ -248,7 +241,7 @@ static __device__ __forceinline__ void update_one_average(const Lane<kSpread>& l
                                                           const Correction<kState>& correction,
                                                           const float (&u)[kLaneElems], float (&c)[kLaneElems]) {
   const Feedback& fb = lane.site.plan.feedback;
-  if (lane.site.plan.first_site) {
+  if (!lane.corrected) {
 #pragma unroll
     for (int e = 0; e < kLaneElems; ++e) c[e] = fb.k3 * u[e];
     return;
@@ -264,7 +257,8 @@ static __device__ __forceinline__ void update_one_average(const Lane<kSpread>& l
   }
 }
 
-// `u` holds the residual of each element as computed and is overwritten, `correction` what load_contribution gave.
+// `u` holds the residual of each element as computed and is overwritten, `correction` what the contribution was
+// corrected by.
 template <StateKind kState, Spread kSpread>
 static __device__ __forceinline__ void update_state(const Lane<kSpread>& lane, const GroupAt& at,
                                                     float (&u)[kLaneElems], const Correction<kState>& correction) {
