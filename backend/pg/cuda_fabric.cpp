@@ -254,7 +254,7 @@ int64_t CudaFabric::all_reduce(cuda::PeerCall call, bool captured) {
   captured_ = captured_ || captured;
   group_->all_reduce(call);
   exact_calls_ = exact_calls;
-  return group_->wire_bytes(call.site.plan);
+  return group_->wire_bytes(call);
 }
 
 std::string CudaFabric::fault_text() const {
