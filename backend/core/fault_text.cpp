@@ -35,7 +35,8 @@ std::string describe_fault(const FaultRecord& fault, const FaultWitness& witness
       << ", expected ticket " << std::hex << fault.expected << ", saw " << fault.seen << ")" << std::dec;
   // The author of the record may be either of the two that disagree.
   const int32_t other = fault.rank == witness.rank ? fault.peer : fault.rank;
-  if (fault.kind == FaultKind::kForeignTicket && (fault.rank == witness.rank || fault.peer == witness.rank)) {
+  if (fault.kind == FaultKind::kForeignTicket && witness.theirs.magic != 0 &&
+      (fault.rank == witness.rank || fault.peer == witness.rank)) {
     out << ": " << describe_mismatch(witness.mine, witness.rank, witness.theirs, other);
   }
   return out.str();

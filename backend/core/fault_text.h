@@ -12,7 +12,7 @@ namespace echo {
 struct FaultWitness {
   int32_t rank = 0;
   CallRecord mine;
-  CallRecord theirs;  // of the peer that the fault concerns, as last seen
+  CallRecord theirs;  // of the peer that the fault concerns, as last seen; magic 0: nothing is known
 };
 
 // Empty for kind kNone.

@@ -12,10 +12,11 @@
 // ticket and a record ticket its last call, and a fault word that is set is never cleared.
 //
 // A ticket is 64 bits: low half the lane's tile sequence plus one, high half a hash of the call. The sequence counts a
-// lane's tiles over the life of the group, wraps at 2^32, and is never cleared; expected tickets are computed where
-// they are waited for, nothing comes from a caller, so that a captured call can be replayed. Each slot has its own
-// ticket: a producer may run ahead into the next call, and a counter shared by the slots would then show the hash of
-// that call to a consumer that still waits in this one.
+// lane's tiles over the life of the group and is never cleared; its low half in the ticket wraps, the slot comes from
+// all 64 bits, since 2^32 is no multiple of the ring's slots; expected tickets are computed where they are waited for,
+// nothing comes from a caller, so that a captured call can be replayed. Each slot has its own ticket: a producer may
+// run ahead into the next call, and a counter shared by the slots would then show the hash of that call to a consumer
+// that still waits in this one.
 //
 // Why no credits are needed with D = 2d+1 slots: before push(i) a lane has seen gather(i-1-2d) of every peer, which
 // each peer sent after it had read push(i-1-2d) of this rank; and a peer gathers tile k into this slab only after it
@@ -100,7 +101,7 @@ inline int64_t smaller_slot_bytes(const SlabShape& shape) {
 // Groups per tile such that a tile fits a slot and every lane gets work from a small segment.
 inline int64_t peer_tile_groups(const Plan& plan, const SlabShape& shape) {
   const int64_t group_bytes = code_bytes(plan.codec) + param_bytes(plan.codec);
-  const int64_t fits = (shape.slot_bytes - kTileAlignBytes) / group_bytes;
+  const int64_t fits = shape.slot_bytes / group_bytes;
   const int64_t share = ceil_div(segment_groups(plan), shape.lanes);
   return min_i64(fits, share);
 }

@@ -25,8 +25,12 @@ constexpr int64_t kPeerSlotBytes = 64 << 10;
 constexpr int32_t kPeerMaxLanes = 4;
 constexpr int64_t kPeerMinWorkspaceBytes = 4 << 20;
 
-// Peer memory on CUDA: bytes of a ring slot at most.
-constexpr int64_t kPeerDeviceSlotBytes = 8704;
+// Peer memory on CUDA: bytes of a ring slot at most, 192 groups of 128 elements in 4 bits, and below how many a group
+// does with fewer lanes (unmeasured). Two H200s, 1 GiB of bf16, tiles of 32 / 96 / 160 groups: one int8 average 5.98
+// / 2.43 / 2.07 ms, two 7.5 / 3.3 / 2.8 ms, without feedback 2.7 / 1.47 / 1.49 ms (2026-11-30; the first column on an
+// earlier kernel).
+constexpr int64_t kPeerDeviceSlotBytes = 13056;
+constexpr int64_t kPeerDeviceSmallSlotBytes = 2048;
 
 // Bytes of the buffers that one tile of `tile_groups` groups needs on a rank: sent, received and gathered from
 // everyone, reduced once.

@@ -87,7 +87,7 @@ bool PeerGroup::run_lane(const PeerCall& call, int32_t lane, Clock::time_point d
   const int64_t tile_groups = peer_tile_groups(plan, shape);
   const int64_t tiles = ceil_div(segment_groups(plan), tile_groups);
   const int64_t mine = tiles > lane ? ceil_div(tiles - lane, shape.lanes) : 0;
-  const uint32_t first = sequences_[lane];
+  const uint64_t first = sequences_[lane];
   const auto parity = static_cast<int32_t>(call.call_number % kCallParities);
   CallRecord record;
   std::memcpy(&record, slabs_[rank] + record_offset(shape, rank, parity), sizeof(record));
@@ -97,8 +97,10 @@ bool PeerGroup::run_lane(const PeerCall& call, int32_t lane, Clock::time_point d
   const auto tile_of = [&](int64_t i) { return lane + i * shape.lanes; };
   const auto room = [&](int64_t i) { return min_i64(tile_groups, segment_groups(plan) - tile_of(i) * tile_groups); };
   const auto range = [&](int32_t owner, int64_t i) { return tile_range(plan, owner, tile_of(i), tile_groups); };
-  const auto slot = [&](int64_t i) { return static_cast<int32_t>((first + static_cast<uint32_t>(i)) % kRingSlots); };
-  const auto ticket = [&](int64_t i) { return ticket_of(first + static_cast<uint32_t>(i), hash); };
+  const auto slot = [&](int64_t i) { return static_cast<int32_t>((first + static_cast<uint64_t>(i)) % kRingSlots); };
+  const auto ticket = [&](int64_t i) {
+    return ticket_of(static_cast<uint32_t>(first + static_cast<uint64_t>(i)), hash);
+  };
   const auto peer_at = [&](int32_t step) { return (rank + step) % shape.world_size; };
   const auto observe = [&](PeerStep step, int64_t i) {
     if (observer) observer({.step = step, .call_number = call.call_number, .lane = lane, .tile = tile_of(i)});
@@ -152,7 +154,7 @@ bool PeerGroup::run_lane(const PeerCall& call, int32_t lane, Clock::time_point d
       }
     }
   }
-  sequences_[lane] = first + static_cast<uint32_t>(mine);
+  sequences_[lane] = first + static_cast<uint64_t>(mine);
   return true;
 }
 

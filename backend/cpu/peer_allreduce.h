@@ -55,6 +55,10 @@ class PeerGroup {
 
   const SlabShape& shape() const { return view_.shape; }
 
+  // Where all lanes begin to count, before the first call and alike on all ranks: for tests, which start near the end
+  // of what a ticket can hold. Flags must then hold the tickets before it.
+  void count_from(uint64_t sequence) { sequences_.assign(sequences_.size(), sequence); }
+
   // Runs this rank's part of a call on `lanes` threads given by `run_lanes(body)`, which must call body(lane) once for
   // each lane of the shape, in parallel or one after another where lanes is 1, and return when all have returned. False
   // after a fault: the tensor is then filled with NaN and every later call fails at once.
@@ -75,7 +79,7 @@ class PeerGroup {
 
   std::vector<std::byte*> slabs_;
   PeerView view_;
-  std::vector<uint32_t> sequences_;  // per lane: tiles finished so far; the next tile's number
+  std::vector<uint64_t> sequences_;  // per lane: tiles finished so far; the next tile's number
   const Stages& stages_;
 };
 

@@ -79,8 +79,11 @@ Walk plan_walk(const Plan& plan, const SlabShape& slab, Kind kind) {
 }  // namespace
 
 SlabShape peer_shape(int32_t world_size, int32_t multiprocessors, int64_t workspace_bytes) {
-  SlabShape shape{world_size, multiprocessors * kMostPeerBlocks, 0};
-  if (world_size <= kMaxPeerRanks) {
+  SlabShape shape{world_size, 0, 0};
+  if (world_size > kMaxPeerRanks) return shape;
+  // Where the workspace is too small for so many rings, some multiprocessors go without a lane.
+  for (int32_t used = multiprocessors; used > 0 && shape.slot_bytes < kPeerDeviceSmallSlotBytes; --used) {
+    shape.lanes = used * kMostPeerBlocks;
     shape.slot_bytes = slot_bytes_for(workspace_bytes, world_size, shape.lanes, kPeerDeviceSlotBytes);
   }
   return shape;
@@ -88,6 +91,7 @@ SlabShape peer_shape(int32_t world_size, int32_t multiprocessors, int64_t worksp
 
 PeerGroup::PeerGroup(SlabShape shape, int32_t rank, std::vector<std::byte*> slabs)
     : shape_(shape), rank_(rank), slabs_(std::move(slabs)), words_(create_host_words()) {
+  load_opening_kernels();
   for (const DType dtype : {DType::kFloat32, DType::kBFloat16, DType::kFloat16}) {
     for (const int32_t bits : {4, 8}) {
       with_kernels(dtype, bits, []<DType kDType, int kBits>() {
@@ -95,12 +99,17 @@ PeerGroup::PeerGroup(SlabShape shape, int32_t rank, std::vector<std::byte*> slab
       });
     }
   }
-  const size_t bytes = sizeof(GroupState) + shape.lanes * sizeof(uint32_t);
+  const size_t bytes = sizeof(GroupState) + shape.lanes * sizeof(uint64_t);
   void* memory = nullptr;
   check(cudaMalloc(&memory, bytes), "cudaMalloc");
   state_ = static_cast<std::byte*>(memory);
-  check(cudaMemset(state_, 0, bytes), "cudaMemset");
-  check(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
+  // On a stream of its own: other streams may be recording, or hold kernels that wait for a peer.
+  cudaStream_t stream = nullptr;
+  check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "cudaStreamCreateWithFlags");
+  cudaError_t result = cudaMemsetAsync(state_, 0, bytes, stream);
+  if (result == cudaSuccess) result = cudaStreamSynchronize(stream);
+  cudaStreamDestroy(stream);
+  check(result, "clearing the counters of a group");
 }
 
 PeerGroup::~PeerGroup() {
@@ -125,7 +134,7 @@ void PeerGroup::all_reduce(const PeerCall& call) {
               .tiles = walk.tiles,
               .timeout_ns = static_cast<uint64_t>(call.timeout.count()),
               .group = group,
-              .sequences = reinterpret_cast<uint32_t*>(group + 1),
+              .sequences = reinterpret_cast<uint64_t*>(group + 1),
               .words = words_,
               .slabs = {}};
   for (int32_t peer = 0; peer < shape_.world_size; ++peer) job.slabs[peer] = slabs_[peer];

@@ -63,7 +63,7 @@ class PeerGroup {
   void abort();
   void report_exit(int32_t peer);
 
-  // Bytes that one call puts into peers' slabs.
+  // Bytes that one call puts into peers' slabs, counted as on the wire: whole tiles with their padding.
   int64_t wire_bytes(const PeerCall& call) const;
 
  private:

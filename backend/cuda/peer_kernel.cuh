@@ -1,7 +1,7 @@
 // One call over peer memory as one kernel. A block is a lane: it walks its tiles, and at step t it pushes tile t,
 // reduces and hands on tile t-d, and stores tile t-2d, while the other lanes of the device are at other steps.
 //
-//   tensor, state   read and written in place, a group's chunk always by the same warp of the same stage
+//   tensor, state   read and written in place; a group is read by push or reduce before tail stores it, in one block
 //   own slab        slots that the peers fill, read here behind acquired tickets
 //   peers' slabs    written only: codes first, then a barrier of the block, then one release of the ticket
 //
@@ -38,7 +38,7 @@ __device__ __noinline__ void fill_lane_with_nan(const PeerJob& job, int64_t firs
 // What a block knows of the call once it is open. In shared memory: stages need the registers.
 struct OpenCall {
   uint32_t hash;
-  uint32_t first;  // the lane's sequence number of its first tile
+  uint64_t first;  // the lane's sequence number of its first tile
   int32_t rescale_log2;
   uint32_t largest;  // bits of max|x| over all ranks
 };
@@ -76,7 +76,7 @@ __device__ __forceinline__ bool begin_call(const PeerJob& job, WaitContext& cont
   context.group = job.group;
   context.words = job.words;
   context.deadline = global_nanoseconds() + job.timeout_ns;
-  context.timeout_ms = static_cast<uint32_t>(job.timeout_ns / 1000000);
+  context.timeout_ms = static_cast<uint32_t>(min(job.timeout_ns / 1000000, uint64_t{0xffffffffu}));
   context.record = job.record;
   context.record.call_number = job.group->call_number;
   context.record.exact_calls += job.group->exact_calls;
@@ -118,11 +118,13 @@ __device__ __forceinline__ void close_peer_call(const PeerJob& job) {
   job.group->in_use = 0;
 }
 
-// Blocks of one multiprocessor, as many as a kernel's registers leave room for: so many lanes a call may have.
+// Blocks of one multiprocessor, for which a kernel's registers leave room: so many lanes a call may have. Without a
+// state four and five blocks were no faster than three, and fewer lanes leave larger slots (2x H200, 1 GiB,
+// 2026-11-30).
 constexpr int peer_blocks(StateKind state, Kind kind) {
-  return kind != Kind::kAny && state == StateKind::kNone ? 4 : 2;
+  return kind != Kind::kAny && state == StateKind::kNone ? 3 : 2;
 }
-constexpr int kMostPeerBlocks = 4;
+constexpr int kMostPeerBlocks = 3;
 
 // kPair: of two ranks, where the sum needs no order kept.
 template <DType kDType, int kBits, StateKind kState, Updates kUpdates, bool kPair, Kind kKind>
@@ -132,10 +134,10 @@ struct LaneWalk {
   const OpenCall& call;
 
   __device__ __forceinline__ int32_t slot(int32_t i) const {
-    return static_cast<int32_t>((call.first + static_cast<uint32_t>(i)) % kRingSlots);
+    return static_cast<int32_t>((call.first + static_cast<uint64_t>(i)) % kRingSlots);
   }
   __device__ __forceinline__ uint64_t ticket(int32_t i) const {
-    return ticket_of(call.first + static_cast<uint32_t>(i), call.hash);
+    return ticket_of(static_cast<uint32_t>(call.first + static_cast<uint64_t>(i)), call.hash);
   }
   __device__ __forceinline__ int64_t tile(int32_t i) const { return blockIdx.x + static_cast<int64_t>(i) * gridDim.x; }
   // Ranks in an order of each rank's own, so that not all write to the same one.
@@ -282,7 +284,7 @@ struct LaneWalk {
       if (reduced >= 0 && reduced < mine) reduce(reduced);
       if (stored >= 0) tail(stored);
     }
-    if (threadIdx.x == 0) job.sequences[blockIdx.x] = call.first + static_cast<uint32_t>(mine);
+    if (threadIdx.x == 0) job.sequences[blockIdx.x] = call.first + static_cast<uint64_t>(mine);
   }
 };
 

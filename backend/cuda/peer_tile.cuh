@@ -24,7 +24,7 @@ struct PeerJob {
   int64_t tiles;  // of a segment
   uint64_t timeout_ns;
   GroupState* group;
-  uint32_t* sequences;  // per lane: tiles finished so far
+  uint64_t* sequences;  // per lane: tiles finished so far
   PeerHostWords* words;
   std::byte* slabs[kMaxPeerRanks];
 };
@@ -52,7 +52,7 @@ __device__ __forceinline__ TileAt tile_of(const PeerJob& job, int32_t owner, int
 enum class Kind { kAny, kHot, kHotRotated };
 
 // Hot: 16-bit elements, groups that fill their lanes, no rescale, unsigned codes that 16-bit integers can clamp, and
-// with 4 bits a state to correct by, in bf16 if not in int8.
+// either no feedback or 4 bits with a state to correct by, in int8 or bf16.
 inline Kind kind_of(const Plan& plan, bool rescale) {
   const Codec& codec = plan.codec;
   const Feedback& fb = plan.feedback;

@@ -23,7 +23,7 @@ struct PeerHostWords {
   uint32_t unused2 = 0;
   FaultRecord fault;
   CallRecord mine;    // of this rank, when it met the fault
-  CallRecord theirs;  // what the peer named in the fault had last said of its call
+  CallRecord theirs;  // what the peer that is in another call says of it; magic 0: nothing is known
 };
 
 // What the calls of a group carry on in device memory, so that nothing of it comes from the host.
@@ -67,11 +67,20 @@ static __device__ __noinline__ void tell_host(const WaitContext& context, const 
   PeerHostWords* words = context.words;
   words->fault = fault;
   words->mine = context.record;
-  if (fault.peer >= 0 && fault.peer < context.shape.world_size) {
+  words->theirs.magic = 0;
+  if (fault.kind == FaultKind::kForeignTicket) {
+    // One block of the peer sends its record, another may have sent the ticket: the record may still be on its way.
+    constexpr uint64_t kPatienceNanoseconds = 1000000;
+    const std::byte* slab = context.slabs[context.rank];
     const int32_t other = fault.rank == context.rank ? fault.peer : fault.rank;
     const auto parity = static_cast<int32_t>(context.record.call_number % kCallParities);
-    words->theirs =
-        *reinterpret_cast<const CallRecord*>(context.slabs[context.rank] + record_offset(context.shape, other, parity));
+    const auto* word = reinterpret_cast<const uint64_t*>(slab + record_ticket_offset(other, parity));
+    const uint64_t ticket = ticket_of(static_cast<uint32_t>(context.record.call_number), 0);
+    const uint64_t until = global_nanoseconds() + kPatienceNanoseconds;
+    while (load_acquire_sys(word) != ticket && global_nanoseconds() < until) __nanosleep(1000);
+    if (load_acquire_sys(word) == ticket) {
+      words->theirs = *reinterpret_cast<const CallRecord*>(slab + record_offset(context.shape, other, parity));
+    }
   }
   store_release_sys(&words->is_set, 1u);
 }
@@ -123,16 +132,24 @@ static __device__ __noinline__ bool may_go_on(const WaitContext& context, int32_
 }
 
 // Until the word at `offset` of this rank's slab is `expected` (acquire P1, P2); false after a fault, own or foreign.
-// One thread; what it acquired holds for its whole block after a barrier.
+// One thread; what it acquired holds for its whole block after a barrier. It looks without order and with pauses, and
+// acquires once: an acquire discards the multiprocessor's first-level cache, which other blocks there work from.
 static __device__ __forceinline__ bool wait_for_ticket(const WaitContext& context, int32_t peer, Stage stage,
                                                        int64_t offset, uint64_t expected) {
-  constexpr uint32_t kLooksBetweenChecks = 512;
+  constexpr uint32_t kLooksBetweenChecks = 256;
+  constexpr uint32_t kPauseNanoseconds = 32;
   const uint64_t* word = word_at(context.slabs[context.rank], offset);
   for (uint32_t look = 1;; ++look) {
-    const uint64_t seen = load_acquire_sys(word);
+    const uint64_t seen = load_relaxed_sys(word);
     const TicketState state = compare_ticket(seen, expected);
-    if (state == TicketState::kHere) return true;
-    if (state == TicketState::kNotYet && look % kLooksBetweenChecks != 0) continue;
+    if (state == TicketState::kHere) {
+      load_acquire_sys(word);
+      return true;
+    }
+    if (state == TicketState::kNotYet && look % kLooksBetweenChecks != 0) {
+      __nanosleep(kPauseNanoseconds);
+      continue;
+    }
     if (!may_go_on(context, peer, stage, offset, expected, seen)) return false;
   }
 }

@@ -115,6 +115,13 @@ static __device__ __forceinline__ uint64_t load_acquire_sys(const uint64_t* at) 
   return value;
 }
 
+// Without any order: for looking again and again.
+static __device__ __forceinline__ uint64_t load_relaxed_sys(const uint64_t* at) {
+  uint64_t value;
+  asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(at) : "memory");
+  return value;
+}
+
 // Nanoseconds of a clock that all multiprocessors of a device share.
 static __device__ __forceinline__ uint64_t global_nanoseconds() {
   uint64_t now;

@@ -187,6 +187,14 @@ void write_record(const Call& call, const CallRecord& record, bool rescale, Call
   check(cudaGetLastError(), "echo max_magnitude");
 }
 
+void load_opening_kernels() {
+  cudaFuncAttributes attributes;
+  check(cudaFuncGetAttributes(&attributes, write_record_kernel), "loading the kernels of echo");
+  check(cudaFuncGetAttributes(&attributes, max_magnitude_kernel<DType::kFloat32>), "loading the kernels of echo");
+  check(cudaFuncGetAttributes(&attributes, max_magnitude_kernel<DType::kBFloat16>), "loading the kernels of echo");
+  check(cudaFuncGetAttributes(&attributes, max_magnitude_kernel<DType::kFloat16>), "loading the kernels of echo");
+}
+
 void open_call(const Call& call, const CallRecord* records, CallState* agreed, Disagreement* disagreement) {
   const Plan& plan = call.site.plan;
   open_call_kernel<<<1, kWarpLanes, 0, stream_of(call)>>>(records, plan.rank, plan.world_size, agreed, disagreement);

@@ -60,6 +60,9 @@ struct PeerTiles {
 // *out = record, with max|x| of the whole tensor in it if `rescale`. `out` is device memory, 16-byte aligned.
 void write_record(const Call& call, const CallRecord& record, bool rescale, CallRecord* out);
 
+// Loads the kernels of write_record on the current device, so that none is loaded while another waits for a peer.
+void load_opening_kernels();
+
 // Pre: `records` holds the record of every rank. Post: *agreed is what they amount to; at the first disagreement of the
 // group also *disagreement. A group that has met one stays faulted. Calls of one group must follow each other in stream
 // order.

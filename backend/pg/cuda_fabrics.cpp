@@ -3,6 +3,7 @@
 #include <c10/util/Exception.h>
 
 #if defined(ECHO_WITH_CUDA)
+#include <algorithm>
 #include <array>
 #include <thread>
 
@@ -85,7 +86,9 @@ wire::Receipt CudaFabrics::all_reduce(CudaFabric& fabric, const wire::Call& call
   peer_call.direction = call.direction;
   peer_call.rescale = call.rescale;
   peer_call.exact_calls = call.exact_calls;
-  peer_call.timeout = call.timeout;
+  // As long as any option may ask for; a group without a limit has more than nanoseconds can count.
+  constexpr std::chrono::milliseconds kLongest{100'000'000'000};
+  peer_call.timeout = std::min(call.timeout, kLongest);
   peer_call.stream = c10::cuda::CUDAStream(stream).stream();
   const int64_t sent = fabric.all_reduce(peer_call, captured);
   return wire::Receipt{.wire_bytes = sent, .padding_bytes = sent - ideal_wire_bytes(call.plan)};

@@ -60,9 +60,12 @@ WorkPtr ProcessGroupEcho::run_on_stream(QuantizedCall call, const CallOptions& o
     lanes_->free(done.lane);
     throw;
   }
+  // The state's memory goes back to the pool's allocator without regard to who used it last.
+  if (call.wire.state.defined() && !options.capture) {
+    impl.recordDataPtrOnStream(call.wire.state.storage().data_ptr(), stream);
+  }
   if (options.async_op) {
     impl.recordDataPtrOnStream(call.tensor.storage().data_ptr(), stream);
-    if (call.wire.state.defined()) impl.recordDataPtrOnStream(call.wire.state.storage().data_ptr(), stream);
     done.done = streams.events->take(device.type());
     done.done->record(stream);
   }

@@ -46,9 +46,10 @@ def draw(made: list[Record], folder: Path, stem: str) -> list[Path]:
         families = list(dict.fromkeys(_family(record["row"])[0] for record in group if _is_curve(record)))
         for axis, part in zip(axes[:, 0], panels, strict=True):
             _panel(axis, part, families)
+        machine = first["device_name"] + (f", {first['isa']}" if first["device"] == "cpu" else "")
         figure.suptitle(
             f"all-reduce of {first['dtype']} over {first['ranks']} ranks against {_NAMES[first['baseline']]}\n"
-            f"{first['device_name']}, {first['isa']}, torch {first['torch']}, {first['date'][:10]}",
+            f"{machine}, torch {first['torch']}, {first['date'][:10]}",
             fontsize=12,
         )
         paths.append(folder / f"{stem}-{first['dtype']}-p{first['ranks']}.png")

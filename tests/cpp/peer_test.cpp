@@ -236,6 +236,42 @@ ECHO_TEST(slabs_halve_down_to_the_floor) {
   CHECK_EQ(smaller_slot_bytes(shape), int64_t{0});
 }
 
+// Calls of many tiles, across the sequence number at which tickets wrap.
+ECHO_TEST(lanes_count_past_the_end_of_a_ticket) {
+  const SlabShape shape{2, 1, 512};
+  Slabs slabs(shape);
+  const uint64_t start = (uint64_t{1} << 32) - 25;  // the end falls into the third call
+  for (std::byte* slab : slabs.bases) {
+    for (const Stage stage : {Stage::kPush, Stage::kGather}) {
+      for (int source = 0; source < 2; ++source) {
+        for (int slot = 0; slot < kRingSlots; ++slot) {
+          cpu::word_at(slab, flag_offset(shape, 0, stage, source, slot)) = start & 0xffffffffu;
+        }
+      }
+    }
+  }
+  Plan plan = plan_of(Case{2, 1, 1}, 1);
+  plan.numel = 16384;
+  CHECK(ceil_div(segment_groups(plan), peer_tile_groups(plan, shape)) > 6);
+  std::vector<World> worlds;
+  std::vector<World> expected;
+  for (int number = 0; number < 6; ++number) {
+    worlds.push_back(make_world(plan, number));
+    expected.push_back(make_world(plan, number));
+    one_site(cpu::active_stages(), plan, segment_groups(plan), expected.back());
+  }
+  on_threads(2, [&](int32_t rank) {
+    PeerGroup group(shape, rank, slabs.bases);
+    group.count_from(start);
+    for (int number = 0; number < 6; ++number) {
+      if (rank == number % 2) std::this_thread::sleep_for(std::chrono::milliseconds(2));
+      const PeerCall call = call_of(plan, rank, number, worlds[number]);
+      CHECK(group.all_reduce(call, [](const auto& body) { body(0); }));
+    }
+  });
+  for (int number = 0; number < 6; ++number) CHECK(worlds[number].tensors == expected[number].tensors);
+}
+
 ECHO_TEST(tickets_are_wrap_safe) {
   const uint64_t last = ticket_of(0xffffffffu, 7);
   CHECK_EQ(static_cast<uint32_t>(last), 0u);
