@@ -247,7 +247,7 @@ void CudaFabric::close_together(StoreRounds& rounds, bool slabs_in_use) {
 
 int64_t CudaFabric::all_reduce(cuda::PeerCall call, bool captured) {
   const c10::cuda::CUDAGuard guard(device_);
-  const std::lock_guard lock(group_mutex_);
+  const std::shared_lock lock(group_mutex_);
   TORCH_CHECK_WITH(DistBackendError, group_, "the group has been destroyed");
   const uint64_t exact_calls = call.exact_calls;
   call.exact_calls -= exact_calls_;
@@ -258,7 +258,7 @@ int64_t CudaFabric::all_reduce(cuda::PeerCall call, bool captured) {
 }
 
 std::string CudaFabric::fault_text() const {
-  const std::lock_guard lock(group_mutex_);
+  const std::shared_lock lock(group_mutex_);
   const FaultKind kind = group_ ? group_->fault().kind : FaultKind::kNone;
   // Where a peer has given up, kernels here only know that they were told to stop.
   if (kind == FaultKind::kNone || kind == FaultKind::kAborted) {
@@ -269,7 +269,7 @@ std::string CudaFabric::fault_text() const {
 
 void CudaFabric::abort(const std::string& reason) {
   board_.give_up(reason);
-  const std::lock_guard lock(group_mutex_);
+  const std::shared_lock lock(group_mutex_);
   if (group_) group_->abort();
 }
 
@@ -303,7 +303,7 @@ void CudaFabric::close(bool calls_done) {
   const c10::cuda::CUDAGuard guard(device_);
   const cuda::CaptureTolerance tolerance;
   {
-    const std::lock_guard lock(group_mutex_);
+    const std::unique_lock lock(group_mutex_);
     // A graph may be replayed after the group has gone: it must find the memory, and the word that sends it away.
     if (captured_) group_->abort();
     if (captured_ || !calls_done) {

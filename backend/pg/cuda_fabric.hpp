@@ -9,6 +9,7 @@
 #include <condition_variable>
 #include <memory>
 #include <mutex>
+#include <shared_mutex>
 #include <string>
 #include <thread>
 #include <vector>
@@ -87,7 +88,9 @@ class CudaFabric {
   std::vector<cpu::PeerProcess> processes_;  // by rank; own entry unused
   NoticeBoard board_;
 
-  mutable std::mutex group_mutex_;  // guards what follows: close() may come while others ask
+  // close() alone takes it exclusively. Others share it: a launch may wait for room in the device's queue, and an abort
+  // must not wait for that launch. Calls follow each other by the issue lock of their process group.
+  mutable std::shared_mutex group_mutex_;
   std::unique_ptr<cuda::PeerGroup> group_;
   uint64_t exact_calls_ = 0;  // of the group before its latest call on this fabric
   bool captured_ = false;     // a graph holds calls

@@ -16,15 +16,16 @@ void NoticeBoard::open(const std::vector<std::string>& paths) {
 
 void NoticeBoard::give_up(const std::string& reason) noexcept {
   Page& page = *by_rank_[rank_];
-  if (page.given_up.load(std::memory_order_relaxed) != 0) return;
+  uint32_t none = 0;
+  if (!page.given_up.compare_exchange_strong(none, kWriting, std::memory_order_relaxed)) return;
   std::strncpy(page.text, reason.c_str(), kTextBytes - 1);
-  page.given_up.store(1, std::memory_order_release);
+  page.given_up.store(kGivenUp, std::memory_order_release);
 }
 
 std::string NoticeBoard::peers_reason() const {
   for (int32_t rank = 0; rank < static_cast<int32_t>(by_rank_.size()); ++rank) {
     const Page& page = *by_rank_[rank];
-    if (rank == rank_ || page.given_up.load(std::memory_order_acquire) == 0) continue;
+    if (rank == rank_ || page.given_up.load(std::memory_order_acquire) != kGivenUp) continue;
     return "rank " + std::to_string(rank) + ": " + page.text;
   }
   return {};

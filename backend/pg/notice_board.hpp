@@ -42,7 +42,10 @@ class NoticeBoard {
 
  private:
   static constexpr size_t kTextBytes = 2048;
-  // At rest all zero. `given_up` and `leaving` are stored with release and read with acquire; `given_up` covers text.
+  static constexpr uint32_t kWriting = 1;
+  static constexpr uint32_t kGivenUp = 2;
+  // At rest all zero. `given_up` and `leaving` are stored with release and read with acquire; `given_up` is kGivenUp
+  // once the text is there, which the thread that made it kWriting has written.
   struct Page {
     std::atomic<uint32_t> given_up;
     std::atomic<uint32_t> leaving;

@@ -34,6 +34,15 @@ class StreamOrder {
           last_(capture == 0 ? order.eager_ : order.captured_) {
       if (last_.event && last_.capture == capture && last_.stream != stream) last_.event->block(stream);
     }
+    // Without finish() something failed on the way; what was enqueued before that must still be waited for.
+    ~Turn() {
+      if (finished_) return;
+      try {
+        finish();
+      } catch (...) {
+        // The device is beyond waiting for.
+      }
+    }
     Turn(const Turn&) = delete;
     Turn& operator=(const Turn&) = delete;
 
@@ -42,6 +51,7 @@ class StreamOrder {
       last_.event->record(stream_);
       last_.stream = stream_;
       last_.capture = capture_;
+      finished_ = true;
     }
 
    private:
@@ -49,6 +59,7 @@ class StreamOrder {
     c10::Stream stream_;
     uint64_t capture_;
     Last& last_;
+    bool finished_ = false;
   };
 
   // True if all eager calls are done on the device. Not while this thread records a graph.
