@@ -8,6 +8,7 @@
 
 #include "config.h"
 #include "hd.h"
+#include "tile.h"
 
 namespace echo {
 
@@ -41,6 +42,11 @@ ECHO_HD uint32_t ticket_hash(const CallRecord& record) {
   const uint64_t mixed = record.plan_hash ^ (record.call_number * 0x9e3779b97f4a7c15ull) ^
                          (record.exact_calls * 0xc2b2ae3d27d4eb4full) ^ (uint64_t{record.direction} << 56);
   return static_cast<uint32_t>(mixed >> 32) ^ static_cast<uint32_t>(mixed);
+}
+
+// Bytes that one rank sends for a call in tiles of `tile_groups` groups, its record to every peer included.
+inline int64_t sent_call_bytes(const Plan& plan, int64_t tile_groups) {
+  return sent_tile_bytes(plan, tile_groups) + (plan.world_size - 1) * static_cast<int64_t>(sizeof(CallRecord));
 }
 
 // `call_number` and `exact_calls` count what the group did before: a rank that forwarded what another quantized shows.

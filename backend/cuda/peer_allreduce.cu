@@ -2,59 +2,21 @@
 
 #include <cuda_runtime.h>
 
-#include <mutex>
-#include <new>
-#include <stdexcept>
-
 #include "../core/fault_text.h"
+#include "host.h"
 #include "peer_launch.cuh"
 #include "stages.h"
 
 namespace echo::cuda {
 namespace {
 
-void check(cudaError_t result, const char* what) {
-  if (result != cudaSuccess) throw std::runtime_error(std::string(what) + ": " + cudaGetErrorString(result));
-}
-
-// Groups never give theirs back (see PeerHostWords), so they are cut from blocks of many. Making one may fall into the
-// capture of another stream of the process.
-PeerHostWords* create_host_words() {
-  constexpr size_t kPerBlock = 16;
-  static std::mutex mutex;
-  static PeerHostWords* block = nullptr;
-  static size_t used = kPerBlock;
-  const std::lock_guard<std::mutex> lock(mutex);
-  if (used == kPerBlock) {
-    cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
-    check(cudaThreadExchangeStreamCaptureMode(&mode), "cudaThreadExchangeStreamCaptureMode");
-    void* memory = nullptr;
-    const cudaError_t result =
-        cudaHostAlloc(&memory, kPerBlock * sizeof(PeerHostWords), cudaHostAllocPortable | cudaHostAllocMapped);
-    cudaThreadExchangeStreamCaptureMode(&mode);
-    check(result, "cudaHostAlloc");
-    block = static_cast<PeerHostWords*>(memory);
-    for (size_t i = 0; i < kPerBlock; ++i) new (block + i) PeerHostWords;
-    used = 0;
-  }
-  return block + used++;
-}
-
 // Calls body<kDType, kBits>().
 template <typename Body>
 void with_kernels(DType dtype, int32_t bits, Body body) {
-  const auto with_bits = [&]<DType kDType>() {
+  with_dtype(dtype, [&]<DType kDType>() {
     if (bits == 4) return body.template operator()<kDType, 4>();
     body.template operator()<kDType, 8>();
-  };
-  switch (dtype) {
-    case DType::kFloat32:
-      return with_bits.template operator()<DType::kFloat32>();
-    case DType::kBFloat16:
-      return with_bits.template operator()<DType::kBFloat16>();
-    case DType::kFloat16:
-      return with_bits.template operator()<DType::kFloat16>();
-  }
+  });
 }
 
 // Lanes that a call of this plan walks on, and groups per tile: whole rounds of the block's warps where a segment has
@@ -90,7 +52,7 @@ SlabShape peer_shape(int32_t world_size, int32_t multiprocessors, int64_t worksp
 }
 
 PeerGroup::PeerGroup(SlabShape shape, int32_t rank, std::vector<std::byte*> slabs)
-    : shape_(shape), rank_(rank), slabs_(std::move(slabs)), words_(create_host_words()) {
+    : shape_(shape), rank_(rank), slabs_(std::move(slabs)), words_(new_pinned<PeerHostWords>()) {
   load_opening_kernels();
   for (const DType dtype : {DType::kFloat32, DType::kBFloat16, DType::kFloat16}) {
     for (const int32_t bits : {4, 8}) {
@@ -103,13 +65,7 @@ PeerGroup::PeerGroup(SlabShape shape, int32_t rank, std::vector<std::byte*> slab
   void* memory = nullptr;
   check(cudaMalloc(&memory, bytes), "cudaMalloc");
   state_ = static_cast<std::byte*>(memory);
-  // On a stream of its own: other streams may be recording, or hold kernels that wait for a peer.
-  cudaStream_t stream = nullptr;
-  check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "cudaStreamCreateWithFlags");
-  cudaError_t result = cudaMemsetAsync(state_, 0, bytes, stream);
-  if (result == cudaSuccess) result = cudaStreamSynchronize(stream);
-  cudaStreamDestroy(stream);
-  check(result, "clearing the counters of a group");
+  check(clear_memory(state_, bytes), "clearing the counters of a group");
 }
 
 PeerGroup::~PeerGroup() {
@@ -162,7 +118,7 @@ void PeerGroup::report_exit(int32_t peer) { __atomic_fetch_or(&words_->exited, u
 int64_t PeerGroup::wire_bytes(const PeerCall& call) const {
   const Plan& plan = call.site.plan;
   const Walk walk = plan_walk(plan, shape_, kind_of(plan, call.rescale));
-  return sent_tile_bytes(plan, walk.tile_groups) + (plan.world_size - 1) * static_cast<int64_t>(sizeof(CallRecord));
+  return sent_call_bytes(plan, walk.tile_groups);
 }
 
 }  // namespace echo::cuda

@@ -21,14 +21,9 @@ constexpr int kReleaseWarp = 2;
 // What this lane still owes of the tensor: every rank's segment, its tiles from `first` on.
 template <DType kDType>
 __device__ __noinline__ void fill_lane_with_nan(const PeerJob& job, int64_t first) {
-  const Plan& plan = job.site.plan;
   for (int64_t tile = first; tile < job.tiles; tile += gridDim.x) {
-    for (int32_t owner = 0; owner < plan.world_size; ++owner) {
-      const GroupRange groups = tile_of(job, owner, tile).groups;
-      const int64_t end = min_i64(plan.numel, groups.end * plan.codec.group_elems);
-      for (int64_t i = groups.begin * plan.codec.group_elems + threadIdx.x; i < end; i += kPeerThreads) {
-        store_nan<kDType>(job.site.tensor, i);
-      }
+    for (int32_t owner = 0; owner < job.shape.world_size; ++owner) {
+      fill_with_nan<kDType>(job.site, tile_of(job, owner, tile).groups, threadIdx.x, kPeerThreads);
     }
   }
 }

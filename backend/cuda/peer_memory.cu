@@ -7,6 +7,7 @@
 #include <thread>
 #include <utility>
 
+#include "host.h"
 #include "ptx.cuh"
 
 namespace echo::cuda {
@@ -48,15 +49,6 @@ __global__ void check_pattern_kernel(const std::byte* area, int32_t source, int3
     wrong += words[i] != pattern_word(source, owner, i) ? 1u : 0u;
   }
   if (wrong != 0) atomicAdd_system(wrong_words, wrong);
-}
-
-[[noreturn]] void fail(cudaError_t result, const std::string& what) {
-  cudaGetLastError();
-  throw std::runtime_error(what + ": " + cudaGetErrorString(result));
-}
-
-void check(cudaError_t result, const char* what) {
-  if (result != cudaSuccess) fail(result, what);
 }
 
 cudaStream_t stream_of(void* stream) { return static_cast<cudaStream_t>(stream); }
@@ -133,13 +125,7 @@ PeerSlab PeerSlab::create(int64_t bytes) {
   PeerSlab slab;
   slab.data_ = static_cast<std::byte*>(memory);
   slab.is_own_ = true;
-  cudaStream_t stream = nullptr;
-  cudaError_t result = cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking);
-  if (result == cudaSuccess) {
-    result = cudaMemsetAsync(memory, 0, static_cast<size_t>(bytes), stream);
-    if (result == cudaSuccess) result = cudaStreamSynchronize(stream);
-    cudaStreamDestroy(stream);
-  }
+  const cudaError_t result = clear_memory(memory, static_cast<size_t>(bytes));
   if (result != cudaSuccess) {
     slab.release();
     fail(result, "zeroing peer memory");

@@ -17,8 +17,8 @@ struct PeerJob {
   SlabShape shape;
   CallRecord record;  // call_number and exact_calls as far as the host knows them: 0 and what was forwarded since
   bool rescale;
-  bool partial;  // the tensor's last group is
-  int64_t groups;
+  bool partial;     // the tensor's last group is
+  int64_t groups;   // of the tensor; like the next, counted once, on the host: it takes divisions
   int64_t segment;  // groups that a rank owns
   int64_t tile_groups;
   int64_t tiles;  // of a segment
@@ -37,14 +37,9 @@ struct TileAt {
   int64_t room;  // groups that its slot has room for
 };
 
-// As tile_range of core/tile.h, whose divisions are done once, on the host.
 __device__ __forceinline__ TileAt tile_of(const PeerJob& job, int32_t owner, int64_t tile) {
-  const int64_t start = owner * job.segment;
-  const int64_t end = min_i64(job.groups, start + job.segment);
-  const int64_t offset = tile * job.tile_groups;
-  const int64_t begin = min_i64(end, start + offset);
-  return TileAt{GroupRange{begin, min_i64(end, start + offset + job.tile_groups)},
-                min_i64(job.tile_groups, job.segment - offset)};
+  return TileAt{tile_range(job.groups, job.segment, owner, tile, job.tile_groups),
+                min_i64(job.tile_groups, job.segment - tile * job.tile_groups)};
 }
 
 // What a kernel is made for: any plan and any ranks, or only plans that kind_of calls hot, where what is rare is out of

@@ -124,12 +124,19 @@ __device__ __forceinline__ void tail_group(const Lane<kSpread>& lane, const Grou
   deliver<kDType>(lane, at, encoded);
 }
 
+// By `threads` threads, of which this is number `thread`: the elements of these groups become NaN.
 template <DType kDType>
-__device__ __forceinline__ void store_nan(void* tensor, int64_t elem) {
-  if constexpr (kDType == DType::kFloat32) {
-    static_cast<uint32_t*>(tensor)[elem] = kNanBits32;
-  } else {
-    static_cast<uint16_t*>(tensor)[elem] = kDType == DType::kBFloat16 ? kNanBitsBFloat16 : kNanBitsFloat16;
+__device__ __forceinline__ void fill_with_nan(const Site& site, const GroupRange& groups, int64_t thread,
+                                              int64_t threads) {
+  const int64_t g = site.plan.codec.group_elems;
+  const int64_t end = min_i64(site.plan.numel, groups.end * g);
+#pragma unroll 1
+  for (int64_t i = groups.begin * g + thread; i < end; i += threads) {
+    if constexpr (kDType == DType::kFloat32) {
+      static_cast<uint32_t*>(site.tensor)[i] = kNanBits32;
+    } else {
+      static_cast<uint16_t*>(site.tensor)[i] = kDType == DType::kBFloat16 ? kNanBitsBFloat16 : kNanBitsFloat16;
+    }
   }
 }
 

@@ -118,21 +118,11 @@ __global__ void __launch_bounds__(kThreads, (reduce_blocks(kState, kLate)))
   });
 }
 
-template <DType kDType>
-__device__ void fill_nan(const Job& job) {
-  const Plan& plan = job.site.plan;
-  const int64_t end = min_i64(plan.numel, job.groups.end * plan.codec.group_elems);
-#pragma unroll 1
-  for (int64_t i = job.groups.begin * plan.codec.group_elems + thread_index(); i < end; i += thread_count()) {
-    store_nan<kDType>(job.site.tensor, i);
-  }
-}
-
 template <DType kDType, int kBits, StateKind kState>
 __global__ void __launch_bounds__(kThreads, tail_blocks(kState))
     tail_kernel(const __grid_constant__ Job job, const std::byte* tile) {
   const CallState agreed = *job.agreed;
-  if (agreed.fault != 0) return fill_nan<kDType>(job);
+  if (agreed.fault != 0) return fill_with_nan<kDType>(job.site, job.groups, thread_index(), thread_count());
   const auto lane = make_lane<Spread::kChunks>(job.site, job.state_layout, job.groups.begin, agreed.rescale_log2);
   const TileView<const std::byte> view = view_tile(job.site.plan.codec, job.tile_groups, tile);
   for_each_group(job, lane, [&](const GroupAt& at) {

@@ -3,11 +3,10 @@
 
 #include <cuda_runtime.h>
 
-#include <mutex>
-#include <new>
 #include <stdexcept>
 
 #include "../core/reduce.h"
+#include "host.h"
 #include "stage_kernels.cuh"
 
 namespace echo::cuda {
@@ -64,10 +63,6 @@ __global__ void open_call_kernel(const CallRecord* records, int32_t rank, int32_
 
 // ---- host ---------------------------------------------------------------------------------------------------------
 
-void check(cudaError_t result, const char* what) {
-  if (result != cudaSuccess) throw std::runtime_error(std::string(what) + ": " + cudaGetErrorString(result));
-}
-
 unsigned grid_blocks(int64_t wanted, int per_multiprocessor) {
   int device = 0;
   int multiprocessors = 0;
@@ -83,18 +78,6 @@ unsigned stage_blocks(const Job& job, int resident) {
 }
 
 cudaStream_t stream_of(const Call& call) { return static_cast<cudaStream_t>(call.stream); }
-
-template <typename Body>
-void with_dtype(DType dtype, Body body) {
-  switch (dtype) {
-    case DType::kFloat32:
-      return body.template operator()<DType::kFloat32>();
-    case DType::kBFloat16:
-      return body.template operator()<DType::kBFloat16>();
-    case DType::kFloat16:
-      return body.template operator()<DType::kFloat16>();
-  }
-}
 
 TaskList list_tasks(const Plan& plan, const GroupRange& groups, int32_t groups_per_task) {
   TaskList list;
@@ -132,35 +115,9 @@ void with_shape(const Call& call, const GroupRange& groups, int64_t tile_groups,
   });
 }
 
-// Pinned memory is had in pages, so they are cut from blocks of many. Making one may fall into the capture of another
-// stream of the process.
-Disagreement* new_disagreements(size_t count) {
-  cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
-  check(cudaThreadExchangeStreamCaptureMode(&mode), "cudaThreadExchangeStreamCaptureMode");
-  void* block = nullptr;
-  const cudaError_t result =
-      cudaHostAlloc(&block, count * sizeof(Disagreement), cudaHostAllocPortable | cudaHostAllocMapped);
-  cudaThreadExchangeStreamCaptureMode(&mode);
-  check(result, "cudaHostAlloc");
-  Disagreement* first = static_cast<Disagreement*>(block);
-  for (size_t i = 0; i < count; ++i) new (first + i) Disagreement;
-  return first;
-}
-
 }  // namespace
 
-Disagreement* create_disagreement() {
-  constexpr size_t kRecordsPerBlock = 64;
-  static std::mutex mutex;
-  static Disagreement* block = nullptr;
-  static size_t used = kRecordsPerBlock;
-  const std::lock_guard<std::mutex> lock(mutex);
-  if (used == kRecordsPerBlock) {
-    block = new_disagreements(kRecordsPerBlock);
-    used = 0;
-  }
-  return block + used++;
-}
+Disagreement* create_disagreement() { return new_pinned<Disagreement>(); }
 
 bool read_disagreement(const Disagreement* disagreement, Disagreement* out) {
   if (__atomic_load_n(&disagreement->is_set, __ATOMIC_ACQUIRE) == 0) return false;

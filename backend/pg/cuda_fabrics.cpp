@@ -11,7 +11,6 @@
 #include <c10/cuda/CUDAMacros.h>
 #include <c10/cuda/CUDAStream.h>
 
-#include "../core/tile.h"
 #include "cuda_fabric.hpp"
 #endif
 
@@ -80,9 +79,7 @@ const CudaFabrics::Outcome& CudaFabrics::vote(c10::Device device, const Config& 
 wire::Receipt CudaFabrics::all_reduce(CudaFabric& fabric, const wire::Call& call, const c10::Stream& stream,
                                       bool captured) {
   cuda::PeerCall peer_call;
-  peer_call.site.plan = call.plan;
-  peer_call.site.tensor = call.tensor.data_ptr();
-  peer_call.site.state = call.state.defined() ? call.state.data_ptr() : nullptr;
+  peer_call.site = wire::site_of(call);
   peer_call.direction = call.direction;
   peer_call.rescale = call.rescale;
   peer_call.exact_calls = call.exact_calls;
@@ -90,8 +87,7 @@ wire::Receipt CudaFabrics::all_reduce(CudaFabric& fabric, const wire::Call& call
   constexpr std::chrono::milliseconds kLongest{100'000'000'000};
   peer_call.timeout = std::min(call.timeout, kLongest);
   peer_call.stream = c10::cuda::CUDAStream(stream).stream();
-  const int64_t sent = fabric.all_reduce(peer_call, captured);
-  return wire::Receipt{.wire_bytes = sent, .padding_bytes = sent - ideal_wire_bytes(call.plan)};
+  return wire::receipt_for(call.plan, fabric.all_reduce(peer_call, captured));
 }
 
 std::string CudaFabrics::fault_text() const {

@@ -5,7 +5,6 @@
 #include <ATen/record_function.h>
 #include <c10/core/GradMode.h>
 
-#include "../core/tile.h"
 #include "../cpu/stages.h"
 
 namespace echo::pg {
@@ -36,9 +35,7 @@ at::Tensor correction_of(const wire::Call& call) {
 wire::Receipt exchange_with_peers(const GroupCore& core, QuantizedCall& call) {
   const wire::Call& wire = call.wire;
   cpu::PeerCall peer_call;
-  peer_call.site.plan = wire.plan;
-  peer_call.site.tensor = wire.tensor.data_ptr();
-  peer_call.site.state = wire.state.defined() ? wire.state.data_ptr() : nullptr;
+  peer_call.site = wire::site_of(wire);
   peer_call.direction = wire.direction;
   peer_call.rescale = wire.rescale;
   peer_call.call_number = wire.call_number;
@@ -46,8 +43,7 @@ wire::Receipt exchange_with_peers(const GroupCore& core, QuantizedCall& call) {
   peer_call.limits.timeout = wire.timeout;
   peer_call.look_ahead = core.look_ahead;
   call.peer->all_reduce(std::move(peer_call));
-  const int64_t sent = call.peer->wire_bytes(wire.plan);
-  return wire::Receipt{.wire_bytes = sent, .padding_bytes = sent - ideal_wire_bytes(wire.plan)};
+  return wire::receipt_for(wire.plan, call.peer->wire_bytes(wire.plan));
 }
 
 wire::Receipt exchange_by(GroupCore& core, QuantizedCall& call) {

@@ -194,17 +194,24 @@ Receipt compose(const Call& call, c10d::Backend& inner, Workspace& workspace, De
 
 }  // namespace
 
-Receipt expected_bytes(const Plan& plan, int64_t tile_groups) {
-  const int64_t records = (plan.world_size - 1) * static_cast<int64_t>(sizeof(CallRecord));
-  const int64_t sent = sent_tile_bytes(plan, tile_groups) + records;
+Receipt receipt_for(const Plan& plan, int64_t sent) {
   return Receipt{.wire_bytes = sent, .padding_bytes = sent - ideal_wire_bytes(plan)};
 }
 
-Receipt all_reduce(const Call& call, c10d::Backend& inner, Workspace& workspace) {
+Site site_of(const Call& call) {
   Site site;
   site.plan = call.plan;
   site.tensor = call.tensor.data_ptr();
   site.state = call.state.defined() ? call.state.data_ptr() : nullptr;
+  return site;
+}
+
+Receipt expected_bytes(const Plan& plan, int64_t tile_groups) {
+  return receipt_for(plan, sent_call_bytes(plan, tile_groups));
+}
+
+Receipt all_reduce(const Call& call, c10d::Backend& inner, Workspace& workspace) {
+  const Site site = site_of(call);
 #if defined(ECHO_WITH_CUDA)
   if (call.tensor.is_cuda()) return compose(call, inner, workspace, CudaDevice(site, call.tensor, call.disagreement));
 #endif

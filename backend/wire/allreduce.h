@@ -43,6 +43,12 @@ struct Workspace {
   at::Tensor bytes;
 };
 
+// Of a call that put `sent` bytes on the wire.
+Receipt receipt_for(const Plan& plan, int64_t sent);
+
+// The call as the stages see it.
+Site site_of(const Call& call);
+
 // A pure function of the call's shape, so that statistics can be checked against it.
 Receipt expected_bytes(const Plan& plan, int64_t tile_groups);
 

@@ -4,7 +4,7 @@
 //
 //   cuda_stages_test [plans = 600] [seed = 1]
 //
-// Needs no torch. Build: compile backend/cuda/stages.cu, backend/cpu, backend/core/call_record.cpp as
+// Needs no torch. Build: compile backend/cuda, backend/cpu, backend/core/call_record.cpp as
 // backend/CMakeLists.txt does, and link.
 #include <cuda_runtime.h>
 
