@@ -37,6 +37,7 @@ def connect(extension: Any) -> None:
         logger.addHandler(_Stderr())
         logger.propagate = False
     extension.set_log_callback(on_event)
+    extension.set_log_calls(logger.isEnabledFor(logging.DEBUG))
 
 
 def on_event(event: str, payload: dict[str, Any]) -> None:
@@ -55,6 +56,16 @@ def byte_size(count: float) -> str:
             return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
         count /= 1024
     return ""
+
+
+def _call(p: dict[str, Any]) -> None:
+    several = f" and {p['tensors'] - 1} more" if p["tensors"] > 1 else ""
+    where = {"none": "outside a pass"}.get(p["context"], f"in {p['context']}")
+    logger.debug(
+        "group %s: all_reduce %s %s %s%s %s: %s",
+        _name(p), p["op"], p["dtype"], p["shape"], several, where, p["reason"] if not p["quantized"] else "quantized",
+        extra={"call": p},
+    )  # fmt: skip
 
 
 def _first_quantized(p: dict[str, Any]) -> None:
@@ -93,6 +104,7 @@ def _because(p: dict[str, Any]) -> str:
 
 
 _EVENTS: dict[str, Callable[[dict[str, Any]], None]] = {
+    "call": _call,
     "first_quantized": _first_quantized,
     "destroyed": _destroyed,
     "nothing_quantized": _nothing_quantized,

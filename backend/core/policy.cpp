@@ -96,6 +96,11 @@ int64_t quantizable_elem_bytes(std::string_view dtype) {
   return dtype == "float32" ? 4 : 0;
 }
 
+std::string_view context_name(CallContext context) {
+  constexpr std::string_view kNames[] = {"none", "forward", "backward", "recompute"};
+  return kNames[static_cast<size_t>(context)];
+}
+
 GroupKind classify_group(const PolicyRules& rules, std::string_view description) {
   if (found(rules.deny, description)) return GroupKind::kDeniedByUser;
   if (found(rules.allow, description)) return GroupKind::kAllowed;

@@ -62,6 +62,9 @@ struct Decision {
 GroupKind classify_group(const PolicyRules& rules, std::string_view description);
 Decision decide(const PolicyRules& rules, const CallFacts& facts);
 
+// "none", "forward", "backward" or "recompute".
+std::string_view context_name(CallContext context);
+
 // Bytes per element of the dtypes that a rule may list, 0 for any other.
 int64_t quantizable_elem_bytes(std::string_view dtype);
 

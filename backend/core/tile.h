@@ -36,10 +36,10 @@ ECHO_HD int32_t group_elems_at(const Plan& plan, int64_t group) {
 // Groups [tile*tile_groups, ...) of the segment that `owner` owns, of a tensor of `groups` of which each rank owns
 // `per_segment`; empty where the segment is short.
 ECHO_HD GroupRange tile_range(int64_t groups, int64_t per_segment, int32_t owner, int64_t tile, int64_t tile_groups) {
-  const int64_t segment_end = min_i64(groups, (owner + 1) * per_segment);
-  const int64_t begin = min_i64(segment_end, owner * per_segment + tile * tile_groups);
-  const int64_t limit = owner * per_segment + min_i64(per_segment, (tile + 1) * tile_groups);
-  return GroupRange{begin, min_i64(segment_end, limit)};
+  const int64_t start = owner * per_segment;
+  const int64_t end = min_i64(groups, start + per_segment);
+  const int64_t offset = tile * tile_groups;
+  return GroupRange{min_i64(end, start + offset), min_i64(end, start + offset + tile_groups)};
 }
 ECHO_HD GroupRange tile_range(const Plan& plan, int32_t owner, int64_t tile, int64_t tile_groups) {
   return tile_range(group_count(plan), segment_groups(plan), owner, tile, tile_groups);

@@ -248,5 +248,6 @@ PYBIND11_MODULE(_C, m) {
   echo::pg::bind_group(m);
   echo::pg::bind_testing(m);
   m.def("set_log_callback", &echo::pg::set_log_callback);
+  m.def("set_log_calls", &echo::pg::set_log_calls, py::arg("on"));
   m.def("build_flags", &echo::pg::build_flags);
 }

@@ -11,10 +11,10 @@ namespace echo::pg {
 namespace {
 
 CallContext parse_context(const std::string& name) {
-  if (name == "none") return CallContext::kNone;
-  if (name == "forward") return CallContext::kForward;
-  if (name == "backward") return CallContext::kBackward;
-  if (name == "recompute") return CallContext::kRecompute;
+  for (const auto context :
+       {CallContext::kNone, CallContext::kForward, CallContext::kBackward, CallContext::kRecompute}) {
+    if (name == context_name(context)) return context;
+  }
   TORCH_CHECK_VALUE(false, "context is '", name, "', but must be 'none', 'forward', 'backward' or 'recompute'");
 }
 

@@ -1,5 +1,6 @@
 #include "log.hpp"
 
+#include <atomic>
 #include <memory>
 #include <mutex>
 
@@ -7,6 +8,7 @@ namespace echo::pg {
 namespace {
 
 std::mutex g_mutex;
+std::atomic<bool> g_logs_calls{false};
 
 // Leaked: worker threads may emit while static objects are being destroyed.
 std::shared_ptr<LogSink>& sink_slot() {
@@ -21,6 +23,10 @@ void set_log_sink(LogSink sink) {
   const std::lock_guard lock(g_mutex);
   sink_slot().swap(next);
 }
+
+void set_log_calls(bool on) { g_logs_calls.store(on, std::memory_order_relaxed); }
+
+bool logs_calls() { return g_logs_calls.load(std::memory_order_relaxed); }
 
 void emit(const LogEvent& event) noexcept {
   std::shared_ptr<LogSink> sink;

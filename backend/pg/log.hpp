@@ -22,6 +22,9 @@ struct LogEvent {
 using LogSink = std::function<void(const LogEvent&)>;
 
 void set_log_sink(LogSink sink);
+// Whether every call is an event too.
+void set_log_calls(bool on);
+bool logs_calls();
 void emit(const LogEvent& event) noexcept;
 void emit_notice(const std::string& message, const char* level) noexcept;
 

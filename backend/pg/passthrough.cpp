@@ -39,14 +39,14 @@ WorkPtr ProcessGroupEcho::broadcast(Tensors& tensors, const c10d::BroadcastOptio
 WorkPtr ProcessGroupEcho::allreduce_sparse(Tensors& tensors, const c10d::AllreduceOptions& options) {
   const GilRelease no_gil;
   c10d::Backend& inner = open_inner(device_of(tensors, main_device()));
-  core_->stats.add_forwarded("sparse tensor", dense_bytes(tensors));
+  note_exact("sparse tensor", tensors, options.reduceOp);
   return collect(inner, inner.allreduce_sparse(tensors, options));
 }
 
 WorkPtr ProcessGroupEcho::allreduce_coalesced(Tensors& tensors, const c10d::AllreduceCoalescedOptions& options) {
   const GilRelease no_gil;
   c10d::Backend& inner = open_inner(device_of(tensors, main_device()));
-  core_->stats.add_forwarded("several tensors", dense_bytes(tensors));
+  note_exact("several tensors", tensors, options.reduceOp);
   return collect(inner, inner.allreduce_coalesced(tensors, options));
 }
 

@@ -150,6 +150,7 @@ WorkPtr ProcessGroupEcho::allreduce(Tensors& tensors, const c10d::AllreduceOptio
   CallFacts facts = facts_of(tensors[0], op_name(options.reduceOp), origin, capture);
   facts.tensors = static_cast<int64_t>(tensors.size());
   const Decision decision = decide(rules_, facts);
+  if (logs_calls()) log_call(tensors, facts.op, origin, decision);
   if (!decision.quantize) return allreduce_exact(tensors, options, decision.reason, origin);
   return issue(tensors[0],
                {.async_op = options.asyncOp, .timeout = options.timeout, .direction = {}, .capture = capture}, origin);
@@ -253,6 +254,25 @@ void ProcessGroupEcho::warn_if_idle(int64_t passes) {
   emit(LogEvent{
       "nothing_quantized",
       {{"group", description()}, {"size", int64_t{getSize()}}, {"reasons", top_reasons(core_->stats.snapshot())}}});
+}
+
+void ProcessGroupEcho::note_exact(const char* reason, const Tensors& tensors, const c10d::ReduceOp& op) {
+  core_->stats.add_forwarded(reason, dense_bytes(tensors));
+  if (logs_calls() && !tensors.empty()) log_call(tensors, op_name(op), current_origin(), Decision{false, reason});
+}
+
+void ProcessGroupEcho::log_call(const Tensors& tensors, std::string_view op, const CallOrigin& origin,
+                                const Decision& decision) const {
+  emit(LogEvent{"call",
+                {{"group", description()},
+                 {"rank", int64_t{getRank()}},
+                 {"op", std::string(op)},
+                 {"dtype", std::string(dtype_name(tensors.front().scalar_type()))},
+                 {"shape", c10::str(tensors.front().sizes())},
+                 {"tensors", static_cast<int64_t>(tensors.size())},
+                 {"context", std::string(context_name(origin.context))},
+                 {"quantized", decision.quantize},
+                 {"reason", decision.reason}}});
 }
 
 void ProcessGroupEcho::log_destroyed() {

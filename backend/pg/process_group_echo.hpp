@@ -217,6 +217,9 @@ class ProcessGroupEcho : public c10d::Backend {
   void take_vote(c10::Device device, std::chrono::milliseconds timeout);
   void log_first_call(c10::Device device, int64_t state_bytes, const std::string& fabric);
   void warn_if_idle(int64_t passes);
+  // Counts an all-reduce of a kind that is never quantized.
+  void note_exact(const char* reason, const Tensors& tensors, const c10d::ReduceOp& op);
+  void log_call(const Tensors& tensors, std::string_view op, const CallOrigin& origin, const Decision& decision) const;
   void log_destroyed();
   void close(bool aborting);
 
