@@ -29,6 +29,7 @@ class Config:
     early_fraction: float
     early_bits: int
     rescale: str
+    recompute: str
     policy: str
     min_bytes: int
     dtypes: list[str]

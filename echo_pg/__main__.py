@@ -4,7 +4,7 @@ import argparse
 import sys
 
 from . import __version__, run
-from .bench import allreduce
+from .bench import allreduce, recompute
 
 
 def main(arguments: list[str]) -> int:
@@ -20,7 +20,9 @@ def main(arguments: list[str]) -> int:
     doctor = commands.add_parser("doctor", help="tell what is installed and whether it works; under torchrun also live")
     doctor.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="device of the live check")
     bench = commands.add_parser("bench", help="measure speed and error against the exact backend")
-    allreduce.add_arguments(bench.add_subparsers(dest="what", required=True).add_parser("allreduce"))
+    benches = bench.add_subparsers(dest="what", required=True)
+    allreduce.add_arguments(benches.add_parser("allreduce"))
+    recompute.add_arguments(benches.add_parser("recompute"))
     add_explain(commands.add_parser("explain", help="tell whether an all-reduce would be quantized, and why"))
     chosen = parser.parse_args(arguments)
     if chosen.command == "doctor":
@@ -28,7 +30,7 @@ def main(arguments: list[str]) -> int:
 
         return doctor_module.main(chosen.device)
     if chosen.command == "bench":
-        return allreduce.main(chosen)
+        return recompute.main(chosen) if chosen.what == "recompute" else allreduce.main(chosen)
     return explain(chosen)
 
 

@@ -94,6 +94,8 @@ class Options:
         early_bits: bits per element there, 4 or 8.
         rescale: power-of-two rescaling of small gradients [5.4, App. C]: "on", "off", or "auto": in backward with
             float16 scales.
+        recompute: all-reduces that activation checkpointing runs again in backward: "exact" (forwarded), "plain"
+            (quantized without feedback) or "feedback" (with a state that starts anew in each recomputed segment).
     Which calls:
         policy: "auto" (tensor-parallel activations and their gradients), "all" (every SUM all-reduce of listed dtype
             and size), "off".
@@ -132,6 +134,7 @@ class Options:
     early_sites: int | float = _option("early_sites", 0, _count_or_fraction)
     early_bits: int = _option("early_bits", 8, int)
     rescale: str = _option("rescale", "auto")
+    recompute: str = _option("recompute", "feedback")
     policy: str = _option("policy", "auto")
     min_bytes: int = _option("min_bytes", 1 << 20, parse_bytes)
     dtypes: tuple[str, ...] = _option("dtypes", ("bfloat16", "float16"), _names)
@@ -199,6 +202,7 @@ class Options:
         self._require("early_sites", whole or fraction, "a count of at least 0, or a fraction in (0, 1)")
         self._require("early_bits", self.early_bits in (4, 8) and _is_int(self.early_bits), "4 or 8")
         self._require_one_of("rescale", "auto", "on", "off")
+        self._require_one_of("recompute", "exact", "plain", "feedback")
 
     def _check_policy_and_transport(self) -> None:
         self._require_one_of("policy", "auto", "all", "off")

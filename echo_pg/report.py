@@ -150,12 +150,13 @@ def _facts_of_tensor(tensor: Any) -> dict[str, Any]:
     import torch
 
     sparse = tensor.layout != torch.strided
+    last_dim = {"last_dim": tensor.shape[-1]} if tensor.dim() else {}
     return {
         "numel": tensor.numel(),
         "ndim": tensor.dim(),
         "dtype": str(tensor.dtype).removeprefix("torch."),
         "device": tensor.device.type,
-    } | ({"sparse": True} if sparse else {})
+    } | last_dim | ({"sparse": True} if sparse else {})
 
 
 def _facts_of_size(numel: int | None, shape: Sequence[int] | None, dtype: Any) -> dict[str, Any]:
@@ -163,7 +164,8 @@ def _facts_of_size(numel: int | None, shape: Sequence[int] | None, dtype: Any) -
         raise ValueError("explain needs a tensor, or one of numel= and shape=")
     count = numel if shape is None else math.prod(shape)
     dims = 2 if shape is None else len(shape)
-    return {"numel": count, "ndim": dims, "dtype": str(dtype or "bfloat16").removeprefix("torch.")}
+    last_dim = {"last_dim": shape[-1]} if shape else {}
+    return {"numel": count, "ndim": dims, "dtype": str(dtype or "bfloat16").removeprefix("torch.")} | last_dim
 
 
 def _add(total: dict[str, Any], values: dict[str, Any]) -> None:

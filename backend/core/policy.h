@@ -29,6 +29,7 @@ enum class ModuleRole : uint8_t { kPlain, kEmbedding, kOutput, kOpaque };
 struct PolicyRules {
   PolicyMode mode = PolicyMode::kAuto;
   int64_t min_bytes = 0;
+  bool exact_recompute = false;     // what backward recomputes stays exact
   std::vector<std::string> dtypes;  // "bfloat16", "float16", "float32"
   std::optional<std::regex> allow;  // searched in the group's description; both win over the built-in lists
   std::optional<std::regex> deny;   // wins over allow
@@ -41,6 +42,7 @@ struct CallFacts {
   int64_t tensors = 1;
   int64_t numel = 0;
   int64_t ndim = 2;
+  int64_t last_dim = 2;  // size of the last dimension
   int64_t group_size = 2;
   GroupKind group = GroupKind::kNeutral;
   CallContext context = CallContext::kNone;

@@ -49,6 +49,7 @@ std::map<std::string, Setter> fact_setters() {
           {"tensors", set(&CallFacts::tensors)},
           {"numel", set(&CallFacts::numel)},
           {"ndim", set(&CallFacts::ndim)},
+          {"last_dim", set(&CallFacts::last_dim)},
           {"group_size", set(&CallFacts::group_size)},
           {"sparse", set(&CallFacts::sparse)},
           {"coalesced", set(&CallFacts::coalesced)},
@@ -121,6 +122,7 @@ void bind_config(py::module_& m) {
       .def_readwrite("early_fraction", &Config::early_fraction)
       .def_readwrite("early_bits", &Config::early_bits)
       .def_readwrite("rescale", &Config::rescale)
+      .def_readwrite("recompute", &Config::recompute)
       .def_readwrite("policy", &Config::policy)
       .def_readwrite("min_bytes", &Config::min_bytes)
       .def_readwrite("dtypes", &Config::dtypes)

@@ -108,7 +108,8 @@ QuantizedCall ProcessGroupEcho::prepare(const at::Tensor& tensor, const CallOpti
                                             .world_size = getSize(),
                                             .dtype = quantizable_dtype(tensor.scalar_type()),
                                             .early = is_early_site(ticket, passes_.forward_sites(), config.early_count,
-                                                                   config.early_fraction)});
+                                                                   config.early_fraction),
+                                            .recompute = ticket.direction == Direction::kRecompute});
   if (wire.plan.feedback.enabled) {
     const Slot slot =
         states_.acquire(ticket.direction, call.site.key, echo::state_bytes(wire.plan), tensor.device(), call.captured);

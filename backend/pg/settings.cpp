@@ -22,6 +22,7 @@ Enum parse(const char* field, const std::string& value, std::initializer_list<st
   TORCH_CHECK_VALUE(false, field, " is '", value, "', but must be one of ", allowed);
 }
 
+enum class Recompute : uint8_t { kFeedback, kPlain, kExact };
 enum class StateChoice : uint8_t { kAuto, kTensor, kFloat32, kInt8 };
 
 std::optional<std::regex> parse_pattern(const char* field, const std::string& text) {
@@ -62,6 +63,11 @@ StateChoice parse_state_dtype(const std::string& name) {
 // nullopt: where the scale's range asks for it.
 std::optional<bool> parse_rescale(const std::string& name) {
   return parse<std::optional<bool>>("rescale", name, {{"auto", std::nullopt}, {"on", true}, {"off", false}});
+}
+
+Recompute parse_recompute(const std::string& name) {
+  return parse<Recompute>("recompute", name,
+                          {{"feedback", Recompute::kFeedback}, {"plain", Recompute::kPlain}, {"exact", Recompute::kExact}});
 }
 
 StateDType state_dtype_of(DType dtype) {
@@ -120,6 +126,7 @@ void validate_feedback(const Config& config) {
   parse_residual(config.residual);
   parse_state_dtype(config.state_dtype);
   parse_rescale(config.rescale);
+  parse_recompute(config.recompute);
   check_range("eta", config.eta, 0.0, 1.0);
   check_range("a", config.a, 0.0, 1.0);
   TORCH_CHECK_VALUE(config.beta1 >= 0.0 && config.beta1 < 1.0, "beta1 is ", config.beta1, ", but must lie in [0, 1)");
@@ -149,6 +156,7 @@ PolicyRules make_policy_rules(const Config& config) {
   rules.mode = parse<PolicyMode>("policy", config.policy,
                                  {{"auto", PolicyMode::kAuto}, {"all", PolicyMode::kAll}, {"off", PolicyMode::kOff}});
   rules.min_bytes = config.min_bytes;
+  rules.exact_recompute = parse_recompute(config.recompute) == Recompute::kExact;
   rules.dtypes = config.dtypes;
   rules.allow = parse_pattern("allow", config.allow);
   rules.deny = parse_pattern("deny", config.deny);
@@ -196,7 +204,8 @@ Plan make_plan(const Config& config, const PlanRequest& request) {
       .rotation_log2 = config.rotation_size == 0 ? 0 : std::countr_zero(static_cast<uint64_t>(config.rotation_size)),
       .tau = static_cast<float>(config.tau),
       .clip = static_cast<float>(config.clip)};
-  if (config.feedback) {
+  const bool plain = request.recompute && parse_recompute(config.recompute) == Recompute::kPlain;
+  if (config.feedback && !plain) {
     plan.feedback = make_feedback(parse_residual(config.residual), state_dtype_for(config, request.dtype), config.eta,
                                   config.a, config.beta1, config.beta2);
   }

@@ -34,6 +34,7 @@ struct Config {
   double early_fraction = 0.0;
   int64_t early_bits = 8;
   std::string rescale = "auto";
+  std::string recompute = "feedback";
   std::string policy = "auto";
   int64_t min_bytes = 0;
   std::vector<std::string> dtypes = {"bfloat16", "float16"};
@@ -66,6 +67,7 @@ struct PlanRequest {
   DType dtype = DType::kBFloat16;
   bool first_site = true;
   bool early = false;
+  bool recompute = false;
 };
 
 // Pre: validate(config) passed.
