@@ -2,9 +2,12 @@
 
 import argparse
 import sys
+from typing import Any
 
 from . import __version__, run
-from .bench import allreduce, recompute
+from .bench import allreduce, hooks, recompute
+
+BENCHES: dict[str, Any] = {"allreduce": allreduce, "hooks": hooks, "recompute": recompute}
 
 
 def main(arguments: list[str]) -> int:
@@ -21,8 +24,8 @@ def main(arguments: list[str]) -> int:
     doctor.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="device of the live check")
     bench = commands.add_parser("bench", help="measure speed and error against the exact backend")
     benches = bench.add_subparsers(dest="what", required=True)
-    allreduce.add_arguments(benches.add_parser("allreduce"))
-    recompute.add_arguments(benches.add_parser("recompute"))
+    for name, module in BENCHES.items():
+        module.add_arguments(benches.add_parser(name))
     add_explain(commands.add_parser("explain", help="tell whether an all-reduce would be quantized, and why"))
     chosen = parser.parse_args(arguments)
     if chosen.command == "doctor":
@@ -30,7 +33,7 @@ def main(arguments: list[str]) -> int:
 
         return doctor_module.main(chosen.device)
     if chosen.command == "bench":
-        return recompute.main(chosen) if chosen.what == "recompute" else allreduce.main(chosen)
+        return int(BENCHES[chosen.what].main(chosen))
     return explain(chosen)
 
 

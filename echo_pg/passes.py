@@ -17,14 +17,18 @@ PLAIN, EMBEDDING, OUTPUT, OPAQUE = 0, 1, 2, 3
 _OUTPUT_CLASSES = ("lmhead", "lm_head", "outputlayer")
 _OUTPUT_ATTRIBUTES = frozenset({"lm_head", "output_layer", "embed_out"})
 # Modules whose inner calls fire no hooks, so that roles inside are unknown.
-_OPAQUE_CLASSES = frozenset({"OptimizedModule", "ScriptModule", "RecursiveScriptModule", "TopLevelTracedModule"})
+_SCRIPT_CLASSES = frozenset({"ScriptModule", "RecursiveScriptModule", "TopLevelTracedModule"})
+_OPAQUE_CLASSES = _SCRIPT_CLASSES | {"OptimizedModule"}
 
 _handles: list[Any] = []
 _original_backward: Any = None
+_original_compile: Any = None
 _role_of_class: dict[type, int] = {}
 # By id, because that is the fastest look-up per module call; the weak reference removes the entry with its module.
 _output_layers: dict[int, Any] = {}
 _scanned_roots: dict[int, Any] = {}
+_harmless_compiled: dict[int, Any] = {}  # compiled modules inside which every sum is that of a plain layer
+_judged_compiled: dict[int, Any] = {}
 
 
 def install(extension: Any) -> None:
@@ -42,6 +46,8 @@ def install(extension: Any) -> None:
         role = _role_of_class.get(type(module))
         if role is None:
             role = _classify(type(module))
+        if role == OPAQUE:
+            role = _role_of_compiled(module)
         if id(module) in _output_layers:
             role = OUTPUT
         if enter_module(role) == 1 and id(module) not in _scanned_roots:
@@ -54,12 +60,13 @@ def install(extension: Any) -> None:
     _handles.append(modules.register_module_forward_pre_hook(on_enter))
     _handles.append(modules.register_module_forward_hook(on_exit, always_call=True))
     _wrap_backward(extension)
+    _wrap_compile(extension)
     extension.set_hooks_installed(True)
 
 
 def uninstall(extension: Any) -> None:
     """Undo `install`. Call it outside of any module call or backward run, which would otherwise stay open."""
-    global _original_backward
+    global _original_backward, _original_compile
     if not _handles:
         return
     for handle in _handles:
@@ -68,15 +75,19 @@ def uninstall(extension: Any) -> None:
     import torch
 
     _rebind_backward(torch.autograd.graph._engine_run_backward, _original_backward)
-    _original_backward = None
-    _output_layers.clear()
-    _scanned_roots.clear()
+    torch.nn.Module.compile = _original_compile
+    _original_backward = _original_compile = None
+    for table in (_output_layers, _scanned_roots, _harmless_compiled, _judged_compiled):
+        table.clear()
     extension.set_hooks_installed(False)
 
 
 def role_of(module: Any) -> int:
     """The role under which calls from inside `module` are booked."""
-    return OUTPUT if id(module) in _output_layers else _classify(type(module))
+    if id(module) in _output_layers:
+        return OUTPUT
+    role = _classify(type(module))
+    return _role_of_compiled(module) if role == OPAQUE else role
 
 
 def _classify(module_class: type) -> int:
@@ -109,6 +120,29 @@ def _scan(root: Any) -> None:
             _remember(_output_layers, part)
 
 
+def _role_of_compiled(module: Any) -> int:
+    """PLAIN if nothing inside could sum for an embedding or an output layer, else OPAQUE; found out once per module."""
+    if id(module) not in _judged_compiled:
+        _remember(_judged_compiled, module)
+        # Scripted modules have lost the classes of what is inside.
+        if not any(base.__name__ in _SCRIPT_CLASSES for base in type(module).__mro__):
+            _scan(module)
+            inside = (part for part in module.modules() if part is not module)
+            if not any(role_of(part) != PLAIN and _may_sum(part) for part in inside):
+                _remember(_harmless_compiled, module)
+    return PLAIN if id(module) in _harmless_compiled else OPAQUE
+
+
+def _may_sum(module: Any) -> bool:
+    """False for a layer of torch's own that holds all of its parameters itself: it has nothing to sum over ranks."""
+    from torch import nn
+
+    whole = type(module) in (nn.Embedding, nn.Linear) and all(
+        type(parameter) is nn.Parameter for parameter in module.parameters()
+    )
+    return not whole or bool(module._forward_hooks or module._forward_pre_hooks)
+
+
 def _remember(table: dict[int, Any], module: Any) -> None:
     key = id(module)
     table[key] = weakref.ref(module, lambda _: table.pop(key, None))
@@ -132,6 +166,33 @@ def _wrap_backward(extension: Any) -> None:
             leave()
 
     _rebind_backward(original, run_backward)
+
+
+def _wrap_compile(extension: Any) -> None:
+    """A module compiled in place runs its hooks in the graph, where ours do nothing: its calls are noted around it."""
+    global _original_compile
+    import torch
+
+    original = _original_compile = torch.nn.Module.compile
+    enter, leave, is_compiling = extension.module_enter, extension.module_exit, torch.compiler.is_compiling
+
+    @functools.wraps(original)
+    def compile_in_place(module: Any, *args: Any, **kwargs: Any) -> None:
+        original(module, *args, **kwargs)
+        compiled = module._compiled_call_impl
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if is_compiling():
+                return compiled(*args, **kwargs)
+            enter(role_of(module) or _role_of_compiled(module))
+            try:
+                return compiled(*args, **kwargs)
+            finally:
+                leave()
+
+        module._compiled_call_impl = call
+
+    torch.nn.Module.compile = compile_in_place
 
 
 def _rebind_backward(old: Any, new: Any) -> None:

@@ -151,12 +151,16 @@ def _facts_of_tensor(tensor: Any) -> dict[str, Any]:
 
     sparse = tensor.layout != torch.strided
     last_dim = {"last_dim": tensor.shape[-1]} if tensor.dim() else {}
-    return {
-        "numel": tensor.numel(),
-        "ndim": tensor.dim(),
-        "dtype": str(tensor.dtype).removeprefix("torch."),
-        "device": tensor.device.type,
-    } | last_dim | ({"sparse": True} if sparse else {})
+    return (
+        {
+            "numel": tensor.numel(),
+            "ndim": tensor.dim(),
+            "dtype": str(tensor.dtype).removeprefix("torch."),
+            "device": tensor.device.type,
+        }
+        | last_dim
+        | ({"sparse": True} if sparse else {})
+    )
 
 
 def _facts_of_size(numel: int | None, shape: Sequence[int] | None, dtype: Any) -> dict[str, Any]:

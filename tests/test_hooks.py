@@ -158,4 +158,35 @@ def test_hooks_do_not_break_a_compiled_graph(recorder):
     model(torch.ones(2, 4))
     recorder.events.clear()
     model(torch.ones(2, 4)).sum().backward()
-    assert recorder.events == [(1, passes.OPAQUE), "backward", "backward ends"] and recorder.depth == 0
+    assert recorder.events == [(1, passes.PLAIN), "backward", "backward ends"] and recorder.depth == 0
+
+
+class Summing(nn.Embedding):
+    """An embedding that may sum over ranks, for all that its class tells."""
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_compiled_modules_are_opaque_where_an_embedding_may_sum_in_them(recorder, in_place):
+    whole = nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 4))
+    hooked = nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 4))
+    hooked[0].register_forward_hook(lambda *_: None)
+    split = nn.Sequential(Summing(8, 4), nn.Linear(4, 4))
+    roles = []
+    for model in whole, hooked, split:
+        if in_place:
+            model.compile(backend="eager")
+        else:
+            model = torch.compile(model, backend="eager")
+        for _ in range(2):
+            recorder.events.clear()
+            model(TOKENS)
+        assert recorder.depth == 0
+        roles.append(recorder.events)
+    assert roles == [[(1, passes.PLAIN)], [(1, passes.OPAQUE)], [(1, passes.OPAQUE)]]
+
+
+def test_an_embedding_compiled_in_place_keeps_its_role(recorder):
+    model = Model()
+    model.embed.compile(backend="eager")
+    model(TOKENS)
+    assert recorder.events[1] == (2, passes.EMBEDDING)

@@ -33,6 +33,7 @@ def test_defaults_are_the_documented_ones():
     assert (chosen.feedback, chosen.residual, chosen.state_dtype) == (True, "local", "auto")
     assert (chosen.eta, chosen.a, chosen.beta1, chosen.beta2) == (0.75, 0.35, 0.7, 0.3)
     assert (chosen.early_sites, chosen.early_bits, chosen.rescale) == (0, 8, "auto")
+    assert chosen.recompute == "feedback"
     assert (chosen.policy, chosen.min_bytes, chosen.dtypes) == ("auto", 1 << 20, ("bfloat16", "float16"))
     assert (chosen.allow, chosen.deny, chosen.fabric, chosen.workspace_bytes) == ("", "", "auto", 64 << 20)
     assert (chosen.timeout, chosen.diagnostics, chosen.allow_shared_gpu) == (None, False, False)
@@ -74,6 +75,7 @@ FROM_TEXT = {
     "early_sites": ("0.1", 0.1),
     "early_bits": ("4", 4),
     "rescale": ("on", "on"),
+    "recompute": ("exact", "exact"),
     "policy": ("all", "all"),
     "min_bytes": ("64 KiB", 65536),
     "dtypes": ("float32, float16", ("float32", "float16")),
@@ -129,6 +131,7 @@ BAD = [
     ("early_sites", 1.0, "fraction in (0, 1)"),
     ("early_bits", 16, "4 or 8"),
     ("rescale", True, "'auto', 'on', 'off'"),
+    ("recompute", "twice", "'exact', 'plain', 'feedback'"),
     ("policy", "some", "'auto', 'all', 'off'"),
     ("min_bytes", -1, "at least 0"),
     ("dtypes", ("float64",), "float32, bfloat16, float16"),

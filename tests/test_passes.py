@@ -60,10 +60,10 @@ def sample() -> Tensor:
     return torch.randn(8, 16).bfloat16().requires_grad_()
 
 
-def run_training(rank: int, size: int, checkpointed: str) -> dict[str, Any]:
+def run_training(rank: int, size: int, checkpointed: str, **changes: Any) -> dict[str, Any]:
     import echo_pg
 
-    group = echo_group(policy="auto")
+    group = echo_group(policy="auto", **changes)
     model = Model(group, 4, checkpointed)
     for _ in range(3):
         model(sample()).float().sum().backward()
@@ -81,6 +81,21 @@ def test_forward_backward_and_recompute(checkpointed: str) -> None:
     recomputed = {"": 0, "reentrant": 12, "non-reentrant": 0}[checkpointed]
     assert stats["passes"] == {"forward": 3, "backward": 3, "recompute": recomputed}
     assert stats["sites"] == {"forward": 4, "backward": 4, "recompute": min(recomputed, 1)}
+
+
+def run_recompute(rank: int, size: int) -> list[Any]:
+    found: list[Any] = []
+    for way in "feedback", "plain", "exact":
+        stats = run_training(rank, size, "reentrant", recompute=way)
+        found.append((stats["calls_quantized"], stats["forwarded"].get("recomputed forward", {}).get("calls", 0)))
+        found.append(stats["state_bytes"])
+    return found
+
+
+def test_what_recompute_says() -> None:
+    feedback, three, plain, two, exact, none = run_ranks(run_recompute, 2)[0]
+    assert feedback == plain == (36, 0) and exact == (24, 12)
+    assert three == two * 3 / 2 and none == two, "a state per direction, and none for what is plain or exact"
 
 
 def run_roles(rank: int, size: int) -> dict[str, int]:
@@ -130,6 +145,11 @@ def run_roles(rank: int, size: int) -> dict[str, int]:
     class OptimizedModule(Plain):  # named as torch.compile's wrapper is
         pass
 
+    class HidesEmbedding(Plain):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding = embedding  # not called, but it could be, unseen
+
     leaf = torch.ones(4, 8, dtype=torch.bfloat16, requires_grad=True)
     counted("outside", reduce)
     counted("module", lambda: Plain()(0))
@@ -138,6 +158,7 @@ def run_roles(rank: int, size: int) -> dict[str, int]:
     counted("output layer", lambda: LanguageModel()(torch.ones(2, 2)))
     handle = leaf.register_post_accumulate_grad_hook(reduce)
     counted("compiled", lambda: OptimizedModule(Plain())(0))
+    counted("compiled with an embedding", lambda: OptimizedModule(HidesEmbedding())(0))
     counted("parameter gradient", lambda: (leaf * 2).sum().backward())
     handle.remove()
     inner = leaf * 2
@@ -150,7 +171,8 @@ def run_roles(rank: int, size: int) -> dict[str, int]:
 
 def test_roles_under_policy_auto() -> None:
     assert run_ranks(run_roles, 2)[0] == {
-        "outside": 0, "module": 1, "embedding": 0, "linear": 1, "output layer": 0, "compiled": 0,
+        "outside": 0, "module": 1, "embedding": 0, "linear": 1, "output layer": 0, "compiled": 1,
+        "compiled with an embedding": 0,
         "parameter gradient": 0, "gradient of a value": 1, "exact": 0,
     }  # fmt: skip
 

@@ -39,6 +39,7 @@ ALWAYS = [
 AUTO = [
     ({"ndim": 1}, "one-dimensional"),
     ({"ndim": 0}, "one-dimensional"),
+    ({"last_dim": 1}, "one value per row"),
     ({"accumulate_grad": True, "context": "backward"}, "parameter gradient"),
     ({"context": "none"}, "outside a module and autograd"),
     ({"role": 1}, "embedding"),
@@ -66,6 +67,14 @@ def test_what_auto_leaves_exact_and_all_does_not(facts: dict[str, Any], reason: 
 @pytest.mark.parametrize("desc", ["default_pg", "undefined", "", "mesh_tp", "TENSOR_MODEL_PARALLEL_GROUP"])
 def test_what_auto_quantizes(context: str, desc: str) -> None:
     assert decide({"context": context, "group_desc": desc}) == (True, "tensor parallel")
+
+
+def test_recomputed_forward() -> None:
+    for way in "feedback", "plain":
+        assert decide({"context": "recompute"}, recompute=way) == (True, "tensor parallel")
+    assert decide({"context": "recompute"}, recompute="exact") == (False, "recomputed forward")
+    assert decide({"context": "recompute"}, recompute="exact", policy="all") == (True, "policy all")
+    assert decide({"context": "forward"}, recompute="exact")[0]
 
 
 def test_size_and_dtypes() -> None:

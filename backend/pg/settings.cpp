@@ -66,8 +66,9 @@ std::optional<bool> parse_rescale(const std::string& name) {
 }
 
 Recompute parse_recompute(const std::string& name) {
-  return parse<Recompute>("recompute", name,
-                          {{"feedback", Recompute::kFeedback}, {"plain", Recompute::kPlain}, {"exact", Recompute::kExact}});
+  return parse<Recompute>(
+      "recompute", name,
+      {{"feedback", Recompute::kFeedback}, {"plain", Recompute::kPlain}, {"exact", Recompute::kExact}});
 }
 
 StateDType state_dtype_of(DType dtype) {

@@ -1,4 +1,4 @@
-"""The command `python -m echo_pg bench recompute`: what activation checkpointing does to the gradients and the loss of a
+"""The command `python -m echo_pg bench recompute`: what activation checkpointing does to gradients and losses of a
 small tensor-parallel transformer, for every way to treat the all-reduces that it runs again.
 
 All ways train side by side from one seed on the same batches. Now and then each one also gives the gradient at the
@@ -41,8 +41,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(chosen: argparse.Namespace) -> int:
     """0 if all went well, 1 if a rank failed, 2 for arguments that make no sense."""
-    if chosen.ranks < 2 or chosen.ranks > 4 or chosen.steps < _TAIL or chosen.segment not in (1, 2, 4):
-        print(f"bench recompute: --ranks from 2 to 4, --steps from {_TAIL}, --segment 1, 2 or 4", file=sys.stderr)
+    if not 2 <= chosen.ranks <= 4 or chosen.steps < 1 or chosen.segment not in (1, 2, 4):
+        print("bench recompute: --ranks from 2 to 4, --steps from 1, --segment 1, 2 or 4", file=sys.stderr)
         return 2
     build.extension()
     options.set_unless_given("ECHO_LOG", "off")
@@ -78,8 +78,10 @@ def table(made: dict[str, Any]) -> str:
                     )
                 )
     lines.append(
-        f"\nquantization itself, without checkpointing: gradient rel. err "
-        + ", ".join(f"{row['gradient_relative_error']:.2e} (feedback={row['feedback']})" for row in made["quantization"])
+        "\nquantization itself, without checkpointing: gradient rel. err "
+        + ", ".join(
+            f"{row['gradient_relative_error']:.2e} (feedback={row['feedback']})" for row in made["quantization"]
+        )
     )
     return "\n".join(lines)
 
@@ -89,17 +91,15 @@ class Run:
 
     def __init__(self, way: str, feedback: bool, chosen: dict[str, Any], device: Any, policy: str = "auto") -> None:
         import torch.distributed as dist
-        from torch.distributed.device_mesh import DeviceMesh
 
         from . import transformer
 
-        kept = {"recompute": WAYS[way]} if WAYS[way] is not None else {}
         settings = options.Options(
-            bits=chosen["bits"], feedback=feedback, min_bytes=0, policy=policy, **kept
+            bits=chosen["bits"], feedback=feedback, min_bytes=0, policy=policy, recompute=WAYS[way] or "feedback"
         )
         self.way, self.feedback = way, feedback
         self.group = dist.new_group(backend="echo", group_desc="tp", pg_options=settings)
-        mesh = DeviceMesh.from_group(self.group, device.type)
+        mesh = transformer.mesh_over(self.group, device)
         self.model = transformer.make(mesh, device=device, width=64, layers=4, length=64)
         self.model.wrap, self.model.blocks_per_segment = _checkpoint(way), chosen["segment"]
         self.optimizer = transformer.MasterAdamW(self.model, 1e-3)
@@ -213,7 +213,7 @@ def _record(
         "bench": "recompute",
         "repeat_with": f"{command} --bits {chosen['bits']} --segment {chosen['segment']}",
         "what": "4 layers of width 64, batch 8 x 64 bytes, AdamW 1e-3, non-reentrant checkpoint; gradient: median over "
-        f"every {every}th step at the parameters of the run without checkpointing; loss: mean of the last {_TAIL} steps, "
+        f"every {every}th step at the parameters of the run without checkpointing; loss: mean of the last {_TAIL}, "
         "loss_difference: mean of the absolute differences in them to the run without checkpointing",
         "ranks": size, "bits": chosen["bits"], "layers_per_checkpoint": chosen["segment"], "steps": chosen["steps"],
         "text_bytes": text_bytes,

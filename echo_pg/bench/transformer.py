@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional as F
@@ -18,19 +19,19 @@ from torch.nn import functional as F
 BYTES = 256
 # Modules of the standard library whose docstrings are the text: long ones, and present in every supported Python.
 _SOURCES = (
-    "argparse", "ast", "bdb", "calendar", "cmd", "configparser", "contextlib", "copy", "csv", "dataclasses", "difflib",
-    "doctest", "enum", "fileinput", "fractions", "ftplib", "functools", "gettext", "heapq", "imaplib", "inspect",
-    "locale", "mailbox", "netrc", "optparse", "pathlib", "pdb", "pickle", "pickletools", "platform", "plistlib", "poplib",
-    "pprint", "pydoc", "queue", "random", "sched", "shelve", "shlex", "shutil", "smtplib", "socket", "socketserver", "ssl",
-    "statistics", "string", "subprocess", "tarfile", "tempfile", "textwrap", "threading", "timeit", "trace", "turtle",
-    "typing", "uuid", "weakref", "zipapp",
+    "argparse", "ast", "bdb", "calendar", "cmd", "configparser", "contextlib", "copy", "csv", "dataclasses",
+    "difflib", "doctest", "enum", "fileinput", "fractions", "ftplib", "functools", "gettext", "heapq",
+    "imaplib", "inspect", "locale", "mailbox", "netrc", "optparse", "pathlib", "pdb", "pickle", "pickletools",
+    "platform", "plistlib", "poplib", "pprint", "pydoc", "queue", "random", "sched", "shelve", "shlex",
+    "shutil", "smtplib", "socket", "socketserver", "ssl", "statistics", "string", "subprocess", "tarfile",
+    "tempfile", "textwrap", "threading", "timeit", "trace", "turtle", "typing", "uuid", "weakref", "zipapp",
 )  # fmt: skip
 
 
 def text() -> Tensor:
     """The docstrings as uint8 tensor [bytes]; the same for all ranks of one Python version."""
     folder = Path(sysconfig.get_paths()["stdlib"])
-    found = []
+    found: list[str] = []
     for name in _SOURCES:
         for path in (folder / f"{name}.py", folder / name / "__init__.py"):
             if path.is_file():
@@ -47,7 +48,7 @@ def _docstrings(tree: ast.Module) -> Iterator[str]:
 
 
 def batches(data: Tensor, size: int, length: int, seed: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
-    """Without end: `size` random stretches of the text, as int64 [size, length] bytes and the bytes that follow each."""
+    """Without end: random stretches of the text as int64 [size, length], and the bytes that follow each."""
     generator = torch.Generator().manual_seed(seed)
     offsets = torch.arange(length + 1)
     while True:
@@ -71,7 +72,9 @@ class Block(nn.Module):
         heads = [
             part(y).unflatten(-1, (-1, self.head_width)).transpose(1, 2) for part in (self.query, self.key, self.value)
         ]
-        x = x + self.out(F.scaled_dot_product_attention(*heads, is_causal=True).transpose(1, 2).flatten(2))
+        query, key, value = heads
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        x = x + self.out(mixed.transpose(1, 2).flatten(2))
         return x + self.down(F.gelu(self.up(self.mlp_norm(x))))
 
 
@@ -100,6 +103,12 @@ PLAN = {
     "query": ColwiseParallel(), "key": ColwiseParallel(), "value": ColwiseParallel(), "out": RowwiseParallel(),
     "up": ColwiseParallel(), "down": RowwiseParallel(),
 }  # fmt: skip
+
+
+def mesh_over(group: Any, device: Any) -> DeviceMesh:
+    """The mesh of a group, with a dimension named after it: DTensor takes meshes of equal names and ranks for one, and
+    would send everything through the group of the first."""
+    return DeviceMesh.from_group(group, device.type, mesh_dim_names=(group.group_name,))
 
 
 def make(mesh: Any, seed: int = 0, device: Any = "cpu", **sizes: int) -> Transformer:

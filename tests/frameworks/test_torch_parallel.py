@@ -32,7 +32,10 @@ from echo_pg.bench import transformer
 ENV = DEBUG | {"ECHO_MIN_BYTES": "0"}
 HIDDEN = "[2, 32, 64]"  # batch, length, width of the small model's activations
 # Two blocks with two sums each; in backward the gradients of four inputs each.
-BLOCKS = {("forward", "SUM", "bfloat16", HIDDEN, "quantized"): 4, ("backward", "SUM", "bfloat16", HIDDEN, "quantized"): 8}
+BLOCKS = {
+    ("forward", "SUM", "bfloat16", HIDDEN, "quantized"): 4,
+    ("backward", "SUM", "bfloat16", HIDDEN, "quantized"): 8,
+}
 
 
 def batch(device: Any, seed: int = 0) -> tuple[Tensor, Tensor]:

@@ -102,7 +102,7 @@ def checkpointed(watch: Watch) -> dict[str, Any]:
         watch.model.blocks_per_segment = 1
         watch.model.wrap = None
         # Not a module but a function that calls some.
-        tokens, targets = watch.batch()
+        tokens, _ = watch.batch()
         x = watch.model.embed(tokens)
         x = checkpoint(lambda x: watch.model.blocks[1](watch.model.blocks[0](x)), x, use_reentrant=reentrant)
         watch.look()
@@ -278,7 +278,9 @@ def run_two_dimensions(rank: int, size: int) -> dict[str, Any]:
     mesh = init_device_mesh(device.type, (2, 2), mesh_dim_names=("outer", "tp"))
     found: dict[str, Any] = {}
     for checkpointing in (False, True):
-        found[f"1F1B, checkpointing={checkpointing}"] = pipelined(Watch(device, mesh["tp"]), mesh["outer"], checkpointing)
+        found[f"1F1B, checkpointing={checkpointing}"] = pipelined(
+            Watch(device, mesh["tp"]), mesh["outer"], checkpointing
+        )
     found["DDP with no_sync"] = accumulated_with_ddp(Watch(device, mesh["tp"]), mesh["outer"])
     return found
 
