@@ -12,6 +12,12 @@ from echo_pg.__main__ import main
 from echo_pg.bench import transformer
 
 
+@pytest.fixture(autouse=True)
+def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The commands set this for their ranks; here it would reach those of later tests."""
+    monkeypatch.setenv("ECHO_LOG", "off")
+
+
 def test_what_recomputed_sums_do_to_gradients(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "recompute", "--steps", "3", "--out", str(tmp_path)]) == 0, capfd.readouterr()
     (path,) = tmp_path.iterdir()

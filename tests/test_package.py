@@ -118,10 +118,14 @@ def test_log_lines(capsys, monkeypatch):
         def set_log_callback(self, callback):
             self.callback = callback
 
+        def set_log_calls(self, on):
+            self.each_call = on
+
     monkeypatch.setenv("ECHO_LOG", "info")
     monkeypatch.setattr(log.logger, "handlers", [])
     extension = Extension()
     log.connect(extension)
+    assert extension.each_call is False, "only with ECHO_LOG=debug"
     say = extension.callback
     group = {"group": "tp", "rank": 0, "size": 4}
     how = {"fabric": "wire", "bits": 4, "quantizer": "zero_aware", "rotation_size": 0}
