@@ -1,5 +1,5 @@
-"""Signals that tell forward, backward and recomputation apart: hooks on every module call, and a wrapper around
-autograd's entry.
+"""Signals that tell forward, backward and recomputation apart: hooks on every module call, and wrappers around
+autograd's entry and around modules compiled in place.
 
 The extension keeps what they say per thread: how many modules are entered, the role of the innermost, and whether an
 outermost backward run is under way. Python only finds out the roles. Installed when the first group that may quantize
