@@ -150,7 +150,6 @@ def _facts_of_tensor(tensor: Any) -> dict[str, Any]:
     import torch
 
     sparse = tensor.layout != torch.strided
-    last_dim = {"last_dim": tensor.shape[-1]} if tensor.dim() else {}
     return (
         {
             "numel": tensor.numel(),
@@ -158,7 +157,7 @@ def _facts_of_tensor(tensor: Any) -> dict[str, Any]:
             "dtype": str(tensor.dtype).removeprefix("torch."),
             "device": tensor.device.type,
         }
-        | last_dim
+        | _row(tensor.shape)
         | ({"sparse": True} if sparse else {})
     )
 
@@ -168,8 +167,13 @@ def _facts_of_size(numel: int | None, shape: Sequence[int] | None, dtype: Any) -
         raise ValueError("explain needs a tensor, or one of numel= and shape=")
     count = numel if shape is None else math.prod(shape)
     dims = 2 if shape is None else len(shape)
-    last_dim = {"last_dim": shape[-1]} if shape else {}
-    return {"numel": count, "ndim": dims, "dtype": str(dtype or "bfloat16").removeprefix("torch.")} | last_dim
+    facts = {"numel": count, "ndim": dims, "dtype": str(dtype or "bfloat16").removeprefix("torch.")}
+    return facts | _row(shape or ())
+
+
+def _row(shape: Sequence[int]) -> dict[str, int]:
+    """The length of the last dimension, where there is one."""
+    return {"row_elems": shape[-1]} if len(shape) else {}
 
 
 def _add(total: dict[str, Any], values: dict[str, Any]) -> None:

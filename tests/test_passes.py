@@ -49,6 +49,11 @@ class Model(nn.Module):
         self.checkpointed = checkpointed
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.checkpointed == "pairs":
+            # The forward, not the call: both layers are outermost when they are run again.
+            for pair in zip(self.layers[::2], self.layers[1::2], strict=True):
+                x = checkpoint(nn.Sequential(*pair).forward, x, use_reentrant=True)
+            return x
         for layer in self.layers:
             reentrant = self.checkpointed == "reentrant"
             x = checkpoint(layer, x, use_reentrant=reentrant) if self.checkpointed else layer(x)
@@ -72,15 +77,16 @@ def run_training(rank: int, size: int, checkpointed: str, **changes: Any) -> dic
     return echo_pg.stats(group)
 
 
-@pytest.mark.parametrize("checkpointed", ["", "reentrant", "non-reentrant"])
+@pytest.mark.parametrize("checkpointed", ["", "reentrant", "non-reentrant", "pairs"])
 def test_forward_backward_and_recompute(checkpointed: str) -> None:
     stats = run_ranks(run_training, 2, checkpointed)[0]
     assert stats["forwarded"] == {"outside a module and autograd": {"calls": 12, "bytes": 12 * 16 * 16 * 2}}
-    # Each of the four layers is checkpointed on its own, so each recomputation is a pass of one site. A non-reentrant
-    # checkpoint stops once the tensors that backward needs are there: before the sum, which nothing saves.
-    recomputed = {"": 0, "reentrant": 12, "non-reentrant": 0}[checkpointed]
+    # What is checkpointed on its own is run again as a pass of its own: a layer, of one site, or a pair. A
+    # non-reentrant checkpoint stops once the tensors that backward needs are there: before the sum, which nothing
+    # saves.
+    recomputed, sites = {"": (0, 0), "reentrant": (12, 1), "non-reentrant": (0, 0), "pairs": (6, 2)}[checkpointed]
     assert stats["passes"] == {"forward": 3, "backward": 3, "recompute": recomputed}
-    assert stats["sites"] == {"forward": 4, "backward": 4, "recompute": min(recomputed, 1)}
+    assert stats["sites"] == {"forward": 4, "backward": 4, "recompute": sites}
 
 
 def run_recompute(rank: int, size: int) -> list[Any]:
@@ -111,7 +117,7 @@ def run_roles(rank: int, size: int) -> dict[str, int]:
         outcomes[name] = echo_pg.stats(group)["calls_quantized"] - before
 
     def reduce(*_: Any) -> None:
-        dist.all_reduce(torch.ones(4, 8, dtype=torch.bfloat16), group=group)
+        dist.all_reduce(torch.ones(4, 16, dtype=torch.bfloat16), group=group)
 
     class Plain(nn.Module):
         def __init__(self, child: nn.Module | None = None) -> None:
@@ -150,7 +156,7 @@ def run_roles(rank: int, size: int) -> dict[str, int]:
             super().__init__()
             self.embedding = embedding  # not called, but it could be, unseen
 
-    leaf = torch.ones(4, 8, dtype=torch.bfloat16, requires_grad=True)
+    leaf = torch.ones(4, 16, dtype=torch.bfloat16, requires_grad=True)
     counted("outside", reduce)
     counted("module", lambda: Plain()(0))
     counted("embedding", lambda: Plain(embedding)(tokens))
@@ -326,7 +332,7 @@ def run_logged(rank: int, size: int) -> list[str]:
             lines.append(f"{record.levelname} {record.getMessage()}")
 
     logging.getLogger("echo_pg").addHandler(Keep())
-    leaf = torch.ones(4, 8, dtype=torch.bfloat16, requires_grad=True)
+    leaf = torch.ones(4, 16, dtype=torch.bfloat16, requires_grad=True)
     idle, busy = echo_group(policy="auto"), echo_group(policy="all")
     leaf.register_post_accumulate_grad_hook(lambda leaf: dist.all_reduce(leaf.grad, group=idle))
     for _ in range(6):

@@ -39,7 +39,7 @@ ALWAYS = [
 AUTO = [
     ({"ndim": 1}, "one-dimensional"),
     ({"ndim": 0}, "one-dimensional"),
-    ({"last_dim": 1}, "one value per row"),
+    ({"row_elems": 15}, "rows shorter than 16"),
     ({"accumulate_grad": True, "context": "backward"}, "parameter gradient"),
     ({"context": "none"}, "outside a module and autograd"),
     ({"role": 1}, "embedding"),
@@ -78,6 +78,7 @@ def test_recomputed_forward() -> None:
 
 
 def test_size_and_dtypes() -> None:
+    assert decide({"row_elems": 16}) == (True, "tensor parallel")
     assert decide({"numel": 512}, min_bytes=1024) == (True, "tensor parallel")
     assert decide({"numel": 511}, min_bytes=1024) == (False, "below min_bytes")
     assert decide({"numel": 256, "dtype": "float32"}, min_bytes=1024, dtypes=["float32"])[0]

@@ -116,8 +116,7 @@ Decision decide(const PolicyRules& rules, const CallFacts& facts) {
   if (rules.mode == PolicyMode::kAll) return quantized("policy all");
 
   if (facts.ndim < 2) return exact("one-dimensional");
-  // Norms, maxima and sums over a vocabulary that is spread over ranks keep the dimension that they reduce.
-  if (facts.last_dim == 1) return exact("one value per row");
+  if (facts.row_elems < kMinRowElems) return exact("rows shorter than 16");
   if (facts.group == GroupKind::kDenied) return exact("denied group");
   if (facts.parameter_gradient) return exact("parameter gradient");
   if (!in_pass(facts)) return exact("outside a module and autograd");

@@ -35,6 +35,10 @@ struct PolicyRules {
   std::optional<std::regex> deny;   // wins over allow
 };
 
+// The smallest hidden size and the smallest quantization group. Shorter rows hold a few numbers per token (losses,
+// maxima of logits, weights of a router), no features.
+inline constexpr int64_t kMinRowElems = 16;
+
 struct CallFacts {
   std::string_view op = "SUM";  // name of the c10d reduce operation
   std::string_view dtype = "bfloat16";
@@ -42,7 +46,7 @@ struct CallFacts {
   int64_t tensors = 1;
   int64_t numel = 0;
   int64_t ndim = 2;
-  int64_t last_dim = 2;  // size of the last dimension
+  int64_t row_elems = kMinRowElems;  // of the last dimension
   int64_t group_size = 2;
   GroupKind group = GroupKind::kNeutral;
   CallContext context = CallContext::kNone;

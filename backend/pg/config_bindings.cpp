@@ -49,7 +49,7 @@ std::map<std::string, Setter> fact_setters() {
           {"tensors", set(&CallFacts::tensors)},
           {"numel", set(&CallFacts::numel)},
           {"ndim", set(&CallFacts::ndim)},
-          {"last_dim", set(&CallFacts::last_dim)},
+          {"row_elems", set(&CallFacts::row_elems)},
           {"group_size", set(&CallFacts::group_size)},
           {"sparse", set(&CallFacts::sparse)},
           {"coalesced", set(&CallFacts::coalesced)},

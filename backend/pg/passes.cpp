@@ -20,19 +20,33 @@ struct Frame {
   ModuleRole last_child = ModuleRole::kPlain;
 };
 
+// The autograd node that runs a part of the forward again, or none (task -1). Where a checkpoint wraps a module's
+// forward, not its call, the parts of that module are outermost one after the other, and only the node tells that they
+// belong together.
+struct Segment {
+  int task = -1;
+  uint64_t node = 0;
+  bool operator==(const Segment&) const = default;
+};
+
+// What a pass of module calls is known by.
+struct PassOrigin {
+  uint64_t mark = 0;
+  Segment segment;
+  bool no_grad = false;
+};
+
 // The modules entered on a thread. `base` hides those that were entered before the innermost autograd run on this
 // thread.
 struct ThreadStack {
   std::vector<Frame> frames;
   size_t base = 0;
-  uint64_t mark = 0;
-  bool no_grad = false;
+  PassOrigin pass;
 };
 
 struct SuspendedStack {
   size_t base;
-  uint64_t mark;
-  bool no_grad;
+  PassOrigin pass;
 };
 
 thread_local ThreadStack t_stack;
@@ -57,13 +71,22 @@ bool is_parameter_gradient() {
   return node == nullptr || node->name().ends_with("AccumulateGrad");
 }
 
+Segment current_segment() {
+  const int task = torch::autograd::get_current_graph_task_id();
+  if (task < 0) return {};
+  const auto node = torch::autograd::get_current_node();
+  return node == nullptr ? Segment{} : Segment{.task = task, .node = node->sequence_nr()};
+}
+
 }  // namespace
 
 int64_t module_enter(ModuleRole role) {
   ThreadStack& stack = t_stack;
   if (stack.frames.size() == stack.base) {
-    stack.mark = new_mark();
-    stack.no_grad = gradients_off();
+    const Segment segment = current_segment();
+    if (segment == Segment{} || segment != stack.pass.segment) {
+      stack.pass = {.mark = new_mark(), .segment = segment, .no_grad = gradients_off()};
+    }
   } else {
     Frame& parent = stack.frames.back();
     parent.last_child = ModuleRole::kPlain;
@@ -89,7 +112,7 @@ void module_exit() {
 void backward_enter() {
   if (torch::autograd::get_current_graph_task_id() < 0) g_backward_mark.store(new_mark(), std::memory_order_relaxed);
   ThreadStack& stack = t_stack;
-  t_suspended.push_back({stack.base, stack.mark, stack.no_grad});
+  t_suspended.push_back({stack.base, stack.pass});
   stack.base = stack.frames.size();
 }
 
@@ -100,8 +123,7 @@ void backward_exit() {
   t_suspended.pop_back();
   stack.frames.resize(std::min(stack.frames.size(), stack.base));
   stack.base = suspended.base;
-  stack.mark = suspended.mark;
-  stack.no_grad = suspended.no_grad;
+  stack.pass = suspended.pass;
 }
 
 void set_hooks_installed(bool installed) { g_hooks_installed.store(installed, std::memory_order_relaxed); }
@@ -116,14 +138,14 @@ CallOrigin current_origin() {
 
   CallOrigin origin;
   origin.depth = static_cast<int64_t>(stack.frames.size() - stack.base);
-  origin.no_grad = in_module ? stack.no_grad : gradients_off();
+  origin.no_grad = in_module ? stack.pass.no_grad : gradients_off();
   origin.hooks = g_hooks_installed.load(std::memory_order_relaxed);
   origin.exact = g_exact_depth.load(std::memory_order_relaxed) > 0;
   if (in_module) {
     const Frame& innermost = stack.frames.back();
     origin.context = in_autograd ? CallContext::kRecompute : CallContext::kForward;
     origin.role = innermost.role == ModuleRole::kPlain ? innermost.last_child : innermost.role;
-    origin.pass_mark = stack.mark;
+    origin.pass_mark = stack.pass.mark;
   } else if (in_autograd) {
     // A checkpointed function that is no module shows by the hooks that pack its saved tensors.
     const bool packs_tensors = !at::SavedTensorDefaultHooks::get_tls_state().stack.empty();

@@ -123,7 +123,7 @@ CallFacts ProcessGroupEcho::facts_of(const at::Tensor& tensor, std::string_view 
   facts.device_obstacle = device_obstacle(c10::DeviceTypeName(tensor.device().type(), /*lower_case=*/true));
   facts.numel = tensor.numel();
   facts.ndim = tensor.dim();
-  if (tensor.dim() > 0) facts.last_dim = tensor.size(-1);
+  if (facts.ndim > 0) facts.row_elems = tensor.size(-1);
   facts.group_size = getSize();
   facts.group = group_kind();
   facts.context = origin.context;

@@ -253,7 +253,7 @@ def test_one_dimension() -> None:
             | {
                 (context, "MAX", "float32", "[64, 1]", "not a SUM"): 1,
                 (context, "SUM", "float32", "[64, 1]", "dtype float32 not listed"): 1,
-                (context, "SUM", "bfloat16", "[64, 1]", "one value per row"): 1,
+                (context, "SUM", "bfloat16", "[64, 1]", "rows shorter than 16"): 1,
             }
             for context in ("none", "forward")
         ],

@@ -1,0 +1,106 @@
+"""How programs around Hugging Face come to echo: those that name their backend, those that cannot, and the examples."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from hf_models import SHAPE
+
+ROOT = Path(__file__).parents[2]
+PROGRAM = str(Path(__file__).parent / "huggingface_program.py")
+QUIET = {"TRANSFORMERS_VERBOSITY": "error", "HF_HUB_DISABLE_PROGRESS_BARS": "1", "OMP_NUM_THREADS": "1"}
+
+
+def torchrun(*program: str, **variables: str) -> str:
+    """Run a program over two ranks; what it printed on both streams."""
+    path = os.pathsep.join([str(ROOT), str(ROOT / "tests"), str(Path(PROGRAM).parent)])
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *program],
+        env={**os.environ, **QUIET, "PYTHONPATH": path, **variables},
+        cwd=ROOT, capture_output=True, text=True, timeout=200,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+def outcome(text: str) -> dict[str, Any]:
+    (line,) = (line for line in text.splitlines() if line.startswith("OUTCOME "))
+    return json.loads(line.removeprefix("OUTCOME "))
+
+
+def tiny_model(folder: Path) -> str:
+    """A model of random weights with a tokenizer of 128 words, as save_pretrained leaves them."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config
+
+    torch.manual_seed(0)
+    config = Qwen3Config(num_hidden_layers=2, eos_token_id=None, **SHAPE | {"max_position_embeddings": 128})
+    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
+    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(128)}, unk_token="w0"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0").save_pretrained(folder)
+    return str(folder)
+
+
+def test_a_trainer_whose_backend_is_replaced() -> None:
+    """Its data-parallel sums all stay exact. Named outright, "echo" is refused: by accelerate on CPU, and by the
+    choices of the command line anywhere."""
+    found = outcome(torchrun(PROGRAM, "trainer", ECHO_REPLACE="gloo,nccl", ECHO_MIN_BYTES="0"))
+    assert found["backend"] == "echo" and len(found["losses"]) == 3
+    assert found["stats"]["calls_quantized"] == 0 and found["stats"]["calls_forwarded"] > 0
+    if not torch.cuda.is_available():
+        assert "echo is not available, please use gloo" in found["named"]
+
+    from transformers import TrainingArguments
+
+    choices = TrainingArguments.__dataclass_fields__["ddp_backend"].metadata["choices"]
+    assert "echo" not in choices and {"gloo", "nccl"} <= set(choices)
+
+
+def test_a_plan_under_the_launcher(tmp_path: Path) -> None:
+    """from_pretrained makes the group by a name of its own choice. On CPU accelerate has no Trainer for the model."""
+    text = torchrun("-m", "echo_pg", "run", PROGRAM, "plan", tiny_model(tmp_path), ECHO_MIN_BYTES="0")
+    found = outcome(text)
+    assert found["backend"] == "echo"
+    if torch.cuda.is_available():
+        assert found["complaint"] == "" and len(found["losses"]) == 3
+    else:
+        assert "MULTI_CPU" in found["complaint"]
+        assert found["stats"]["calls_quantized"] == 2 * 2 + 2 * 5 + 1
+
+
+def test_the_example_that_writes(tmp_path: Path) -> None:
+    prompt = " ".join(f"w{i}" for i in range(1, 9))
+    text = torchrun("examples/huggingface.py", tiny_model(tmp_path), prompt, ECHO_MIN_BYTES="0")
+    assert "quantizing over 2 ranks" in text
+    (line,) = (line for line in text.splitlines() if line.startswith(prompt))
+    assert len(line.split()) == 8 + 64, "the prompt and what was written"
+
+
+def numbers(line: str) -> list[float]:
+    return [float(word.rstrip(".,:")) for word in line.split() if word[0].isdigit()]
+
+
+def test_the_example_that_trains() -> None:
+    lines = torchrun("examples/huggingface_train.py").splitlines()
+    steps = [numbers(line) for line in lines if line.startswith("step ")]
+    assert len(steps) == 6 and steps[-1][1] < steps[0][1], "the loss falls"
+    (saved,) = (line for line in lines if line.endswith("% saved"))
+    assert numbers(saved)[0] == 6 * (2 * 2 + 2 * 5 + 1), "calls of two layers and of lm_head, per step"
+    assert numbers(saved)[-1] >= 73, "128 elements travel in 68 bytes, not 256"
+    (differs,) = (line for line in lines if line.startswith("last loss differs"))
+    assert numbers(differs)[0] < 1, "per cent"
+
+
+def test_the_example_of_an_engine() -> None:
+    lines = torchrun("examples/engine.py").splitlines()
+    likeness = [numbers(line)[0] for line in lines if "cosine" in line]
+    assert len(likeness) == 2 and min(likeness) > 0.98, "0.996 and 0.994 when it was written"
+    (sent,) = (line for line in lines if "passes" in line and "sent" in line)
+    assert numbers(sent)[:2] == [8 * 17, 17] and numbers(sent)[2] < 0.28 * numbers(sent)[3]
