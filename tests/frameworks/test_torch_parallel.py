@@ -245,7 +245,7 @@ def test_one_dimension() -> None:
             {("none", "SUM", "bfloat16", "[12]", "one-dimensional"): 1},  # norms of the 12 split gradients
             {
                 ("none", "SUM", "float32", "[]", "dtype float32 not listed"): 1,
-                ("none", "SUM", "bfloat16", "[4, 4]", outside): 1,
+                ("none", "SUM", "bfloat16", "[4, 4]", "rows shorter than 16"): 1,
             },
         ],
         "vocabulary": [
