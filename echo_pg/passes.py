@@ -12,13 +12,17 @@ import sys
 import weakref
 from typing import Any
 
-PLAIN, EMBEDDING, OUTPUT, OPAQUE = 0, 1, 2, 3
+PLAIN, EMBEDDING, OUTPUT, OPAQUE, RESIDUAL, ALTERNATING = range(6)
 
 _OUTPUT_CLASSES = ("lmhead", "lm_head", "outputlayer")
 _OUTPUT_ATTRIBUTES = frozenset({"lm_head", "output_layer", "embed_out"})
 # Modules whose inner calls fire no hooks, so that roles inside are unknown.
 _SCRIPT_CLASSES = frozenset({"ScriptModule", "RecursiveScriptModule", "TopLevelTracedModule"})
 _OPAQUE_CLASSES = _SCRIPT_CLASSES | {"OptimizedModule"}
+# DeepSpeed's injected kernels: each rank adds its share of the residual, then the sum is taken over all of it.
+_RESIDUAL_CLASSES = frozenset({"DeepSpeedMLP"})
+# DeepSpeed Domino: two halves of a batch run side by side and sum in turn, equal shapes in the same places.
+_ALTERNATING_CLASSES = frozenset({"DominoModule"})
 
 _handles: list[Any] = []
 _original_backward: Any = None
@@ -95,8 +99,13 @@ def _classify(module_class: type) -> int:
     from torch import nn
 
     name = module_class.__name__
-    if any(base.__name__ in _OPAQUE_CLASSES for base in module_class.__mro__):
+    names = {base.__name__ for base in module_class.__mro__}
+    if names & _OPAQUE_CLASSES:
         role = OPAQUE
+    elif names & _RESIDUAL_CLASSES:
+        role = RESIDUAL
+    elif names & _ALTERNATING_CLASSES:
+        role = ALTERNATING
     elif issubclass(module_class, (nn.Embedding, nn.EmbeddingBag)) or "Embedding" in name:
         role = EMBEDDING
     else:

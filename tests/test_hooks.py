@@ -103,6 +103,8 @@ def test_output_layer_that_only_the_model_knows(recorder):
         ("RecursiveScriptModule", passes.OPAQUE),
         ("OptimizedModule", passes.PLAIN),  # with nothing inside
         ("RowParallelLinear", passes.PLAIN),
+        ("DeepSpeedMLP", passes.RESIDUAL),
+        ("DominoModule", passes.ALTERNATING),
     ],
 )
 def test_roles_by_class_name(name, role):

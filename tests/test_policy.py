@@ -45,6 +45,7 @@ AUTO = [
     ({"role": 1}, "embedding"),
     ({"role": 2}, "output layer"),
     ({"role": 3}, "compiled module, roles unknown"),
+    ({"role": 4}, "residual included"),
     ({"group_desc": "DATA_PARALLEL_GROUP_WITH_CP"}, "denied group"),
     ({"group_desc": "mesh_dp_shard"}, "denied group"),
 ]
@@ -75,6 +76,10 @@ def test_recomputed_forward() -> None:
     assert decide({"context": "recompute"}, recompute="exact") == (False, "recomputed forward")
     assert decide({"context": "recompute"}, recompute="exact", policy="all") == (True, "policy all")
     assert decide({"context": "forward"}, recompute="exact")[0]
+
+
+def test_halves_of_a_batch_are_as_eligible_as_the_whole() -> None:
+    assert decide({"role": 5}) == (True, "tensor parallel")
 
 
 def test_size_and_dtypes() -> None:

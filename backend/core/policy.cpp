@@ -124,6 +124,7 @@ Decision decide(const PolicyRules& rules, const CallFacts& facts) {
   // Modules are on the stack only in a forward or one run again.
   if (facts.role == ModuleRole::kEmbedding) return exact("embedding");
   if (facts.role == ModuleRole::kOutput) return exact("output layer");
+  if (facts.role == ModuleRole::kResidual) return exact("residual included");
   if (facts.role == ModuleRole::kOpaque && facts.group != GroupKind::kAllowed) {
     return exact("compiled module, roles unknown");
   }

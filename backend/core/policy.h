@@ -23,8 +23,10 @@ enum class GroupKind : uint8_t { kNeutral, kAllowed, kDenied, kDeniedByUser };
 // them.
 enum class CallContext : uint8_t { kNone, kForward, kBackward, kRecompute };
 
-// kOpaque: a compiled module, inside which modules are entered unseen.
-enum class ModuleRole : uint8_t { kPlain, kEmbedding, kOutput, kOpaque };
+// kOpaque: a compiled module, inside which modules are entered unseen. kResidual: a module that adds the residual
+// before it sums, so that the sum is no block's output alone. kAlternating: a module that runs two halves of a batch
+// side by side, whose calls take turns; as eligible as a plain one.
+enum class ModuleRole : uint8_t { kPlain, kEmbedding, kOutput, kOpaque, kResidual, kAlternating };
 
 struct PolicyRules {
   PolicyMode mode = PolicyMode::kAuto;

@@ -106,6 +106,7 @@ py::dict errors_dict(const SiteErrors& errors) {
   py::dict dict;
   dict["site"] = errors.site;
   dict["lane"] = errors.lane;
+  dict["half"] = errors.half;
   dict["numel"] = errors.numel;
   const std::pair<const char*, const ErrorNorms&> norms[] = {
       {"rho", errors.rho}, {"partial", errors.partial}, {"delta", errors.delta}};

@@ -97,7 +97,8 @@ Direction parse_direction(const std::string& name) {
 }
 
 ModuleRole parse_role(int role) {
-  TORCH_CHECK_VALUE(role >= 0 && role <= static_cast<int>(ModuleRole::kOpaque), "role is ", role, ", but must be 0..3");
+  TORCH_CHECK_VALUE(role >= 0 && role <= static_cast<int>(ModuleRole::kAlternating), "role is ", role,
+                    ", but must be 0..5");
   return static_cast<ModuleRole>(role);
 }
 

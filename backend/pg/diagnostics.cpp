@@ -32,6 +32,7 @@ void Diagnostics::measure_after(const MeasuredSite& site, const Before& before, 
   partial = partial.defined() ? partial + rho : rho;
   errors_[d].push_back(SiteErrors{.site = site.site,
                                   .lane = site.key.lane,
+                                  .half = site.key.half,
                                   .numel = site.key.numel,
                                   .rho = norms_of(rho),
                                   .partial = norms_of(partial),

@@ -26,6 +26,7 @@ struct ErrorNorms {
 struct SiteErrors {
   int64_t site = 0;
   int32_t lane = 0;
+  int32_t half = 0;
   int64_t numel = 0;
   ErrorNorms rho;
   ErrorNorms partial;

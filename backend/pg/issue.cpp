@@ -96,11 +96,13 @@ QuantizedCall ProcessGroupEcho::prepare(const at::Tensor& tensor, const CallOpti
 
   const SiteTicket ticket = passes_.book(origin, options.direction);
   if (ticket.starts_pass) states_.start_pass(ticket.direction, call.captured);
-  call.site = MeasuredSite{
-      .direction = ticket.direction,
-      .starts_pass = ticket.starts_pass,
-      .site = ticket.index,
-      .key = SlotKey{.lane = lane, .numel = tensor.numel(), .dtype = quantizable_dtype(tensor.scalar_type())}};
+  call.site = MeasuredSite{.direction = ticket.direction,
+                           .starts_pass = ticket.starts_pass,
+                           .site = ticket.index,
+                           .key = SlotKey{.lane = lane,
+                                          .half = ticket.half,
+                                          .numel = tensor.numel(),
+                                          .dtype = quantizable_dtype(tensor.scalar_type())}};
 
   wire::Call& wire = call.wire;
   wire.plan = make_plan(config, PlanRequest{.numel = tensor.numel(),

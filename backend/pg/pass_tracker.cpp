@@ -57,7 +57,11 @@ SiteTicket PassTracker::book(const CallOrigin& origin, std::optional<Direction> 
   }
   if (context_mark != 0) record.context_mark = context_mark;
   record.hand_mark = std::max(record.hand_mark, hand_mark);
-  return SiteTicket{.direction = direction, .starts_pass = starts, .no_grad = record.no_grad, .index = record.sites++};
+  return SiteTicket{.direction = direction,
+                    .starts_pass = starts,
+                    .no_grad = record.no_grad,
+                    .index = record.sites++,
+                    .half = origin.alternates ? static_cast<int32_t>(1 + record.turns++ % 2) : 0};
 }
 
 void PassTracker::start_pass(Direction direction, bool no_grad) {
@@ -68,6 +72,7 @@ void PassTracker::start_pass(Direction direction, bool no_grad) {
   }
   ++record.passes;
   record.sites = 0;
+  record.turns = 0;
   record.no_grad = no_grad;
 }
 

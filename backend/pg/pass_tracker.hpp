@@ -18,6 +18,7 @@ struct SiteTicket {
   bool starts_pass = false;
   bool no_grad = false;  // the pass runs without gradients
   int64_t index = 0;     // quantized all-reduces of the pass before this one
+  int32_t half = 0;      // 1 and 2 in turn where two halves of a batch alternate, else 0
 };
 
 // Not thread-safe: callers hold the group's issue lock.
@@ -49,6 +50,7 @@ class PassTracker {
     int64_t passes = 0;
     int64_t sites = 0;       // of the pass under way
     int64_t last_sites = 0;  // of the last completed one
+    int64_t turns = 0;       // calls of the pass under way in which halves of a batch alternate
     bool no_grad = false;
   };
 

@@ -64,11 +64,19 @@ uint64_t new_mark() { return g_last_mark.fetch_add(1, std::memory_order_relaxed)
 
 bool gradients_off() { return !c10::GradMode::is_enabled(); }
 
-// A gradient on its way into a parameter, or a callback that autograd runs outside of any node: sums over replicas, not
-// over partial results.
-bool is_parameter_gradient() {
+// What the node that autograd runs on this thread tells. A gradient on its way into a parameter, or a callback outside
+// of any node, sums over replicas, not over partial results. Domino's column-parallel node serves both halves of a
+// batch.
+void read_node(CallOrigin& origin) {
   const auto node = torch::autograd::get_current_node();
-  return node == nullptr || node->name().ends_with("AccumulateGrad");
+  const std::string name = node == nullptr ? "" : node->name();
+  origin.parameter_gradient = name.empty() || name.ends_with("AccumulateGrad");
+  origin.alternates = name.starts_with("DominoAsync");
+}
+
+// Whether a call right after a module's exit still belongs to it.
+bool outlasts_its_module(ModuleRole role) {
+  return role == ModuleRole::kEmbedding || role == ModuleRole::kOutput || role == ModuleRole::kResidual;
 }
 
 Segment current_segment() {
@@ -104,7 +112,7 @@ void module_exit() {
   const ModuleRole role = stack.frames.back().role;
   stack.frames.pop_back();
   if (stack.frames.size() > stack.base) {
-    stack.frames.back().last_child = role == ModuleRole::kOpaque ? ModuleRole::kPlain : role;
+    stack.frames.back().last_child = outlasts_its_module(role) ? role : ModuleRole::kPlain;
   }
 }
 
@@ -145,12 +153,13 @@ CallOrigin current_origin() {
     const Frame& innermost = stack.frames.back();
     origin.context = in_autograd ? CallContext::kRecompute : CallContext::kForward;
     origin.role = innermost.role == ModuleRole::kPlain ? innermost.last_child : innermost.role;
+    origin.alternates = innermost.role == ModuleRole::kAlternating;
     origin.pass_mark = stack.pass.mark;
   } else if (in_autograd) {
     // A checkpointed function that is no module shows by the hooks that pack its saved tensors.
     const bool packs_tensors = !at::SavedTensorDefaultHooks::get_tls_state().stack.empty();
     origin.context = packs_tensors ? CallContext::kRecompute : CallContext::kBackward;
-    origin.parameter_gradient = is_parameter_gradient();
+    read_node(origin);
     origin.pass_mark = g_backward_mark.load(std::memory_order_relaxed);
   }
   return origin;

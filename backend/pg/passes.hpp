@@ -30,8 +30,9 @@ struct CallOrigin {
   ModuleRole role = ModuleRole::kPlain;
   int64_t depth = 0;  // modules entered on this thread
   bool parameter_gradient = false;
-  bool no_grad = false;    // gradients were off where the outermost module was entered, or are off now
-  uint64_t pass_mark = 0;  // names the pass, 0 if nothing announces one here
+  bool alternates = false;  // two halves of a batch take turns here, call by call
+  bool no_grad = false;     // gradients were off where the outermost module was entered, or are off now
+  uint64_t pass_mark = 0;   // names the pass, 0 if nothing announces one here
   bool hooks = false;
   bool exact = false;
 };

@@ -2,7 +2,7 @@
 // used again by every pass, so that memory does not grow with the number of shapes.
 //
 //   arena (one per direction and device)   | slot | slot | slot |    free    |
-//   slot                                    belongs to one (lane, numel, dtype) for the rest of the pass
+//   slot                                    belongs to one (lane, half, numel, dtype) for the rest of the pass
 //
 // A pass that outgrows its arena gets further blocks; the next pass starts with one block of their total size.
 //
@@ -28,6 +28,7 @@ constexpr size_t kMaxSlotsPerPass = 256;
 
 struct SlotKey {
   int32_t lane = 0;
+  int32_t half = 0;  // 1 and 2: the halves of a batch that take turns, 0: no halves
   int64_t numel = 0;
   DType dtype = DType::kBFloat16;
 
