@@ -1,5 +1,5 @@
-"""A default group bound to a GPU (`device_id=`), and what torch derives from it: meshes of two dimensions, split groups,
-new groups of some of the ranks. Nobody may wait for a rank that has no part in a group."""
+"""A default group bound to a GPU (`device_id=`), and what torch derives from it: meshes of two dimensions, split
+groups, new groups of some of the ranks. Nobody may wait for a rank that has no part in a group."""
 
 from __future__ import annotations
 
