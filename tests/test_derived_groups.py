@@ -282,11 +282,13 @@ def wanted(**changes: Any) -> Any:
 
 def test_members_split_from_the_group_that_the_others_split(nccl_world: FakeNccl) -> None:
     place = creation.Place(dist.HashStore(), 0, 1, timedelta(seconds=5), "9", [3], split_from=nccl_world)
-    mine = FakeNccl.Options()
+    mine = FakeNccl.Options(is_high_priority_stream=True)
     inner = {role: creation._make_nccl(place, role, mine).options for role in ("pass", "wire")}
     color = dist.distributed_c10d._process_group_color([3])
     assert (inner["pass"].split_from, inner["pass"].split_color) == (nccl_world, color)
     assert inner["wire"].split_from is None, "made later, by members alone"
+    for options in inner.values():
+        assert (options._timeout, options.is_high_priority_stream) == (timedelta(seconds=5), True)
     assert mine.split_from is None, "the caller's options stay as they are"
     assert creation._split_source(place) is nccl_world
     default = creation.Place(dist.HashStore(), 0, 1, timedelta(seconds=5), "0", [])

@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -99,8 +100,9 @@ def report(found: dict[str, Outcomes], seconds: dict[str, float]) -> None:
     for test in found["inner"]:
         outcomes = [found[variant].get(test, ["missing", ""]) for variant in VARIANTS]
         if len({entry[0] for entry in outcomes}) > 1:
-            why = next(entry[1] for entry in outcomes if entry[0] != "passed").strip()
-            print(f"{test}: {', '.join(entry[0] for entry in outcomes)} ({why.splitlines()[-1] if why else ''})")
+            why = next(entry[1] for entry in outcomes if entry[0] != "passed").strip().splitlines()
+            line = next((line for line in why if re.match(r"\w*Error\b", line)), why[-1] if why else "")
+            print(f"{test}: {', '.join(entry[0] for entry in outcomes)} ({line})")
 
 
 def write(found: dict[str, Outcomes], seconds: dict[str, float], device: str) -> Path:

@@ -47,7 +47,6 @@ def test_pytorchs_own_tests(variant: str) -> None:
     if variant == "named":
         reasons = {test: entry[1] for test, entry in got.items() if entry[0] == "skipped"}
         assert reasons == {test: ONLY_BY_NAME[test] for test in reasons}
-        assert len(reasons) < len(SELECTION) / 3
 
 
 def entries(**outcomes: str) -> dict[str, conformance.Outcomes]:
