@@ -41,6 +41,12 @@ class Config:
     diagnostics: bool
     allow_shared_gpu: bool
 
+class GroupOptions(Backend.Options):
+    """What torch carries from a group to those it derives from it."""
+
+    @property
+    def chosen(self) -> Any: ...  # the group's pg_options
+
 class ProcessGroupEcho(Backend):
     def __init__(
         self,
@@ -51,6 +57,8 @@ class ProcessGroupEcho(Backend):
         inner_by_device: dict[str, Backend],
         make_wire: Callable[[str], Backend],
         timeout: timedelta,
+        make_derived: Callable[[Store, int, int, list[int], Backend.Options | None], Backend],
+        pg_options: Any,
     ) -> None: ...
     @property
     def _config(self) -> Config: ...
@@ -59,6 +67,7 @@ class ProcessGroupEcho(Backend):
     def _explain(self, tensor: Tensor, op: str = "SUM") -> tuple[bool, str]: ...
     def _fault(self) -> str: ...
     def _inner(self, device_type: str) -> Backend: ...
+    def _options(self) -> GroupOptions: ...
     def _new_pass(self, direction: str) -> None: ...
     def _set_look_ahead(self, tiles: int) -> None: ...  # for benchmarks: 0 takes the pipeline's overlap out
     def _stats(self) -> dict[str, Any]: ...

@@ -2,7 +2,8 @@
 echo_pg run`.
 
 torch's own names are handled by fixed branches that no plugin can take over, so the two functions that accept a name
-are wrapped. echo's inner groups are constructed as classes and never come through here.
+are wrapped, and the one that tells it: programs and torch itself choose their ways by what get_backend() says. echo's
+inner groups are constructed as classes and never come through here.
 """
 
 import functools
@@ -14,21 +15,26 @@ from typing import Any
 from .registration import NAME
 
 _replaced: set[str] = set()
+_asked: dict[str, str] = {}  # by name of an echo group: the backend that the program asked for
 _originals: dict[str, Callable[..., Any]] = {}
 
 
 def install(names: Iterable[str]) -> None:
-    """From now on each of `names` ("nccl", "gloo") given to init_process_group or new_group means echo. Adds to earlier
-    calls."""
+    """From now on each of `names` ("nccl", "gloo") given to init_process_group or new_group means echo, and get_backend
+    says the name that was given. Adds to earlier calls."""
     from torch.distributed import distributed_c10d as c10d
 
     _replaced.update(names)
     if not _replaced or _originals:
         return
-    for function in ("init_process_group", "new_group"):
+    for function, make in (
+        ("init_process_group", _translating),
+        ("new_group", _translating),
+        ("get_backend", _naming),
+    ):
         original = getattr(c10d, function)
         _originals[function] = original
-        _rebind(function, original, _translating(original))
+        rebind(function, original, make(original))
 
 
 def uninstall() -> None:
@@ -36,9 +42,10 @@ def uninstall() -> None:
     from torch.distributed import distributed_c10d as c10d
 
     for function, original in _originals.items():
-        _rebind(function, getattr(c10d, function), original)
+        rebind(function, getattr(c10d, function), original)
     _originals.clear()
     _replaced.clear()
+    _asked.clear()
 
 
 def translate(backend: str) -> str:
@@ -66,9 +73,41 @@ def _translating(original: Callable[..., Any]) -> Callable[..., Any]:
         if asked is not None and (means := translate(str(asked))) != str(asked).lower():
             call.arguments["backend"] = means
             _keep_default_timeout(call.arguments, str(asked))
-        return original(*call.args, **call.kwargs)
+        made = original(*call.args, **call.kwargs)
+        group = _default_group() if original.__name__ == "init_process_group" else made
+        if asked is not None and hasattr(group, "group_name"):
+            _asked[group.group_name] = str(asked).lower()
+        return made
 
     return wrapper
+
+
+def _naming(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def get_backend(group: Any = None) -> str:
+        name = original(group)
+        if name != NAME:
+            return name
+        default = _default_group()
+        # Groups that nobody named, as those of a mesh, have the default group's backend.
+        names = [g.group_name for g in (group or default, default) if g is not None]
+        asked = next((_asked[known] for known in names if known in _asked), name)
+        return _backend_name(asked)
+
+    return get_backend
+
+
+def _backend_name(asked: str) -> str:
+    """As torch writes it: some of its own code compares names by identity."""
+    from torch.distributed import Backend
+
+    return asked if ":" in asked else Backend(asked)
+
+
+def _default_group() -> Any:
+    from torch.distributed import distributed_c10d as c10d
+
+    return c10d.GroupMember.WORLD
 
 
 def _default_name(device_id: Any) -> str | None:
@@ -87,8 +126,9 @@ def _keep_default_timeout(arguments: dict[str, Any], name: str) -> None:
         arguments["timeout"] = c10d._get_default_timeout(c10d.Backend(name.lower()))
 
 
-def _rebind(function: str, old: Any, new: Any) -> None:
-    """Exchange the function wherever a module holds it by name: torch imports it into several of its own."""
+def rebind(function: str, old: Any, new: Any) -> None:
+    """Exchange a function of torch.distributed wherever a module holds it by name: torch imports it into several of its
+    own."""
     for module in list(sys.modules.values()):
         if getattr(module, "__dict__", {}).get(function) is old:
             setattr(module, function, new)

@@ -6,13 +6,14 @@ call. They never share one, because Gloo matches calls by their order, and the t
 threads.
 """
 
-import copy
+import contextlib
+import hashlib
 import warnings
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
-from . import build, log, options, passes
+from . import build, compatibility, log, options, passes
 from .agreement import Agreement
 from .options import Options
 
@@ -27,6 +28,7 @@ class Place:
     timeout: timedelta
     name: str
     global_ranks: list[int]  # empty for the default group
+    split_from: Any = None  # the NCCL group that torch wants the inner one split from, see _split_source
 
 
 def create_group(dist_options: Any, pg_options: Any) -> Any:
@@ -43,6 +45,18 @@ def create_group(dist_options: Any, pg_options: Any) -> Any:
         name=dist_options.group_id,
         global_ranks=list(dist_options.global_ranks_in_group),
     )
+    place = replace(place, split_from=_split_source(place))
+    try:
+        return _create_checked(place, pg_options)
+    except BaseException:
+        if place.split_from is not None:
+            # The ranks outside the new group are in this call already and would wait for ever.
+            with contextlib.suppress(Exception):
+                place.split_from.perform_nocolor_split(_bound_device())
+        raise
+
+
+def _create_checked(place: Place, pg_options: Any) -> Any:
     agreement = Agreement(place.store, place.rank, place.size)
     if options.is_off():
         agreement.withdraw("ECHO_OFF=1 is set here and not on all ranks")
@@ -57,12 +71,14 @@ def create_group(dist_options: Any, pg_options: Any) -> Any:
         raise
     limit = timedelta(seconds=chosen.timeout) if isinstance(chosen.timeout, float) else place.timeout
     agreement.reach(fingerprint, limit)
-    return _create(extension, place, config, chosen.inner_options, agreement.store)
+    return _create(extension, place, config, chosen, agreement.store)
 
 
 def to_options(pg_options: Any) -> Options:
-    """What was given as `pg_options=`, as Options: None, Options, or the NCCL options of a caller who does not know
-    echo."""
+    """What was given as `pg_options=`, as Options: None, Options, `options` of another echo group, or the NCCL options
+    of a caller who does not know echo."""
+    if type(pg_options).__name__ == "GroupOptions" and isinstance(pg_options, build.extension().GroupOptions):
+        pg_options = pg_options.chosen
     if pg_options is None:
         return Options()
     if isinstance(pg_options, Options):
@@ -87,7 +103,8 @@ def inner_backends(
     return {device_type: backend for device_type, backend in made.items() if backend is not None}
 
 
-def _create(extension: Any, place: Place, config: Any, inner_options: Any, own_store: Any) -> Any:
+def _create(extension: Any, place: Place, config: Any, pg_options: Any, own_store: Any) -> Any:
+    inner_options = _inner_options(pg_options)
     inner = inner_backends(place, "pass", inner_options)
     if not inner:
         raise RuntimeError("echo needs Gloo or NCCL inside, and this torch has neither")
@@ -97,28 +114,62 @@ def _create(extension: Any, place: Place, config: Any, inner_options: Any, own_s
     def make_wire(device_type: str) -> Any:
         return inner_backends(limited, "wire", inner_options, (device_type,))[device_type]
 
-    _complete_class(extension.ProcessGroupEcho)
+    def make_derived(store: Any, rank: int, size: int, ranks: list[int], given: Any) -> Any:
+        return _create_checked(_derived_place(place, store, rank, size, ranks, given), _inherit(pg_options, given))
+
+    compatibility.complete(extension.ProcessGroupEcho)
     log.connect(extension)
     if config.policy != "off":
         passes.install(extension)
-    return extension.ProcessGroupEcho(own_store, place.rank, place.size, config, inner, make_wire, place.timeout)
+    return extension.ProcessGroupEcho(
+        own_store, place.rank, place.size, config, inner, make_wire, place.timeout, make_derived, pg_options
+    )
+
+
+def _derived_place(parent: Place, store: Any, rank: int, size: int, ranks: list[int], given: Any) -> Place:
+    """Where a group lives that comes from `parent` by split or shrink, with the members `ranks` of it, or by merge."""
+    import torch.distributed as dist
+
+    # torch 2.9 gives groups of other members the same name, and so the same store.
+    members = hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]
+    return Place(
+        store=dist.PrefixStore(f"derived/{members}", store),
+        rank=rank,
+        size=size,
+        timeout=given._timeout if given is not None else parent.timeout,
+        name=given.group_name if given is not None else f"{parent.name}:shrunk",
+        global_ranks=[parent.global_ranks[member] if parent.global_ranks else member for member in ranks],
+    )
+
+
+def _inherit(parent: Any, given: Any) -> Any:
+    """The `pg_options` of a derived group, from those of its parent and the options that torch hands over: a copy of
+    what the parent's `options` are, or what the caller gave."""
+    if isinstance(given, build.extension().GroupOptions):
+        return given.chosen
+    if (nccl := _nccl_class()) and isinstance(given, nccl.Options):
+        return replace(parent, inner_options=given) if isinstance(parent, Options) else given
+    return parent
+
+
+def _inner_options(pg_options: Any) -> Any:
+    """The NCCL options among what was given as `pg_options=`, None if there are none."""
+    inner = getattr(pg_options, "inner_options", pg_options)
+    return inner if (nccl := _nccl_class()) and isinstance(inner, nccl.Options) else None
 
 
 def _create_off(place: Place, pg_options: Any, own_store: Any) -> Any:
     """The exact group of ECHO_OFF=1: echo with nothing quantized, or plainly the inner backend where the extension does
     not load. Options are not looked at, so that not even a wrong one is an error."""
-    inner_options = getattr(pg_options, "inner_options", pg_options)
-    if not ((nccl := _nccl_class()) and isinstance(inner_options, nccl.Options)):
-        inner_options = None
     try:
         extension = build.extension()
     except ImportError as error:
         warnings.warn(f"ECHO_OFF=1: using the inner backend alone, because {error}", stacklevel=2)
-        inner = inner_backends(place, "pass", inner_options)
+        inner = inner_backends(place, "pass", _inner_options(pg_options))
         return inner.get("cuda") or inner["cpu"]
     config = extension.Config()
     config.policy = "off"
-    return _create(extension, place, config, inner_options, own_store)
+    return _create(extension, place, config, pg_options, own_store)
 
 
 def _nccl_class() -> Any:
@@ -151,11 +202,13 @@ def _make_nccl(place: Place, role: str, inner_options: Any) -> Any:
         chosen = nccl.Options()
         chosen.is_high_priority_stream = False
     else:
-        # The caller may hand the same object to several groups.
-        chosen = copy.deepcopy(inner_options)
+        chosen = compatibility.copy_nccl_options(inner_options)
     chosen._timeout = place.timeout
     chosen.global_ranks_in_group = place.global_ranks
     chosen.group_name = _inner_name(place, role)
+    if role == "pass" and place.split_from is not None:
+        chosen.split_from = place.split_from
+        chosen.split_color = dist.distributed_c10d._process_group_color(place.global_ranks)
     backend = nccl(dist.PrefixStore(f"{role}/cuda", place.store), place.rank, place.size, chosen)
     backend._set_sequence_number_for_group()
     return backend
@@ -165,22 +218,20 @@ def _inner_name(place: Place, role: str) -> str:
     return place.name if role == "pass" else f"{place.name}.{role}"
 
 
-def _complete_class(echo_class: Any) -> None:
-    """Give the C++ class the attributes that torch looks for in Python and that `Backend` does not bind."""
-    if "options" in vars(echo_class):
-        return
+def _bound_device() -> Any:
+    """The device that the default group is bound to (`device_id=` of init_process_group), None if there is none."""
+    import torch.distributed as dist
 
-    def inner_of(self: Any) -> Any:
-        for device_type in ("cuda", "cpu"):
-            try:
-                return self._inner(device_type)
-            except (KeyError, ValueError):
-                continue
-        raise RuntimeError("this group has no inner backend")
+    return dist.distributed_c10d._get_default_group().bound_device_id if dist.is_initialized() else None
 
-    def perform_nocolor_split(self: Any, device: Any) -> None:
-        inner_of(self).perform_nocolor_split(device)
 
-    echo_class.options = property(lambda self: inner_of(self).options, doc="Options of the inner backend.")
-    echo_class.perform_nocolor_split = perform_nocolor_split
-    echo_class._set_default_timeout = lambda self, timeout: self.set_timeout(timeout)
+def _split_source(place: Place) -> Any:
+    """The NCCL group that ranks outside a new group are splitting at this moment, without a part of their own: torch
+    has them do so if the default group is NCCL's and bound to a device, whatever the new group's backend. None if not.
+    """
+    import torch.distributed as dist
+
+    if not place.global_ranks or not _bound_device():
+        return None
+    source = dist.distributed_c10d._get_split_source(dist.distributed_c10d._get_default_group())
+    return source if (nccl := _nccl_class()) and isinstance(source, nccl) else None

@@ -29,10 +29,10 @@ def test_translation(replaced):
     assert alias.translate("cpu:gloo,cuda:nccl") == "echo"
 
 
-def test_both_functions_are_replaced_everywhere_and_restored(replaced):
+def test_all_functions_are_replaced_everywhere_and_restored(replaced):
     from torch.distributed import device_mesh, distributed_c10d
 
-    functions = ("init_process_group", "new_group")
+    functions = ("init_process_group", "new_group", "get_backend")
     before = {name: getattr(dist, name) for name in functions}
     replaced(["gloo"])
     replaced(["gloo"])

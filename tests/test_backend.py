@@ -288,7 +288,7 @@ def run_properties(rank: int, size: int) -> None:
     group = echo_group(policy="all")
     backend = group._get_backend(torch.device("cpu"))
     assert type(backend) is echo_pg._C.ProcessGroupEcho and backend.name() == "echo"
-    assert (backend.rank(), backend.size()) == (rank, size) and not backend.supports_splitting
+    assert (backend.rank(), backend.size()) == (rank, size) and backend.supports_splitting
     with pytest.raises(ValueError, match="no backend for cuda"):
         backend._inner("cuda")
     base = contribution(rank)

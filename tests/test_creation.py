@@ -123,11 +123,17 @@ def test_a_replaced_name_means_echo_also_in_subgroups(asked, tmp_path):
     program = f"""
 start({asked!r})
 pair, single = dist.new_group([0, 1], backend="gloo"), dist.new_group([1])
-print(dist.get_backend(), dist.get_backend(pair), dist.get_backend(single) if rank == 1 else "")
+groups = [dist.group.WORLD, pair] + ([single] if rank == 1 else [])
+print(*[group._get_backend(torch.device("cpu")).name() for group in groups])
+print(*[dist.get_backend(group) for group in groups], dist.get_backend() is dist.Backend.GLOO)
 dist.destroy_process_group()
 """
     quiet = {"ECHO_REPLACE": "gloo", "ECHO_LOG": "off"}
-    assert two_ranks(program, tmp_path, (quiet, quiet)) == ["echo echo \n", "echo echo echo\n"]
+    outputs = [output.splitlines() for output in two_ranks(program, tmp_path, (quiet, quiet))]
+    assert [means for means, _ in outputs] == ["echo echo", "echo echo echo"]
+    default = asked or "gloo"
+    assert outputs[0][1] == f"{default} gloo {default == 'gloo'}", "the names that the program gave"
+    assert outputs[1][1] == f"{default} gloo {default} {default == 'gloo'}"
 
 
 REPORTS = """

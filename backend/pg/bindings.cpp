@@ -9,25 +9,10 @@
 #include "bindings.hpp"
 #include "gil.hpp"
 #include "process_group_echo.hpp"
+#include "py_holder.hpp"
 
 namespace echo::pg {
 namespace {
-
-// Drops a reference where that is still allowed, and leaks it otherwise.
-struct PyHolder {
-  explicit PyHolder(py::object held) : object(held.release().ptr()) {}
-  ~PyHolder() {
-    if (!Py_IsInitialized()) return;
-    const py::gil_scoped_acquire gil;
-    Py_DECREF(object);
-  }
-  PyHolder(const PyHolder&) = delete;
-  PyHolder& operator=(const PyHolder&) = delete;
-
-  py::handle get() const { return object; }
-
-  PyObject* object;
-};
 
 py::object to_python(const LogValue& value) {
   if (const auto* reasons = std::get_if<ReasonCounts>(&value)) return py::cast(*reasons);
@@ -78,7 +63,8 @@ WireGroups::Make wire_maker(py::function make) {
 
 c10::intrusive_ptr<ProcessGroupEcho> make_group(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
                                                 const Config& config, const py::dict& inner_by_device,
-                                                py::function make_wire, std::chrono::milliseconds timeout) {
+                                                py::function make_wire, std::chrono::milliseconds timeout,
+                                                py::function make_derived, py::object pg_options) {
   GroupSetup setup;
   setup.store = store;
   setup.rank = rank;
@@ -88,6 +74,7 @@ c10::intrusive_ptr<ProcessGroupEcho> make_group(const c10::intrusive_ptr<c10d::S
     setup.inner.emplace(c10::Device(device.cast<std::string>()).type(), backend.cast<BackendPtr>());
   }
   setup.make_wire = wire_maker(std::move(make_wire));
+  setup.deriver = group_deriver(std::move(make_derived), std::move(pg_options));
   const bool own_limit = config.timeout_s > 0;
   setup.timeout = own_limit ? std::chrono::milliseconds(static_cast<int64_t>(config.timeout_s * 1000)) : timeout;
   const py::gil_scoped_release no_gil;
@@ -207,7 +194,8 @@ void bind_group(py::module_& m) {
   py::class_<ProcessGroupEcho, c10d::Backend, c10::intrusive_ptr<ProcessGroupEcho>>(m, "ProcessGroupEcho",
                                                                                     py::dynamic_attr())
       .def(py::init(&make_group), py::arg("store"), py::arg("rank"), py::arg("size"), py::arg("config"),
-           py::arg("inner_by_device"), py::arg("make_wire"), py::arg("timeout"))
+           py::arg("inner_by_device"), py::arg("make_wire"), py::arg("timeout"), py::arg("make_derived"),
+           py::arg("pg_options"))
       .def(
           "_all_reduce",
           [](ProcessGroupEcho& group, const at::Tensor& tensor, bool async_op,
@@ -230,6 +218,7 @@ void bind_group(py::module_& m) {
           no_gil)
       .def("_set_look_ahead", &ProcessGroupEcho::set_look_ahead, py::arg("tiles"))
       .def("_stats", &stats_dict)
+      .def("_options", &ProcessGroupEcho::getBackendOptions)
       .def("_fault", [](ProcessGroupEcho& group) { return group.report().fault; })
       .def("_desc", &ProcessGroupEcho::description)
       .def("_inner",
@@ -246,6 +235,7 @@ PYBIND11_MODULE(_C, m) {
   py::module_::import("torch.distributed");
   echo::pg::bind_config(m);
   echo::pg::bind_signals(m);
+  echo::pg::bind_derived_groups(m);
   echo::pg::bind_group(m);
   echo::pg::bind_testing(m);
   m.def("set_log_callback", &echo::pg::set_log_callback);

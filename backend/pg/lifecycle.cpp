@@ -54,7 +54,7 @@ c10::DeviceType ProcessGroupEcho::main_device() const {
 c10::DeviceType ProcessGroupEcho::barrier_device(const c10d::BarrierOptions& options) const {
   const c10::DeviceType main = main_device();
   if (options.device) return options.device->type();
-  if (inner_.size() == 1 || !options.device_ids.empty() || getBoundDeviceId()) return main;
+  if (inner_.size() == 1 || !options.device_ids.empty() || bound_device()) return main;
   const bool cuda_in_use = main == c10::DeviceType::CUDA && at::hasCUDA() &&
                            at::detail::getCUDAHooks().hasPrimaryContext(at::detail::getCUDAHooks().getCurrentDevice());
   return cuda_in_use ? main : c10::DeviceType::CPU;
@@ -137,25 +137,6 @@ c10d::ErrorType ProcessGroupEcho::getError() {
   }
   return c10d::ErrorType::SUCCESS;
 }
-
-BackendPtr ProcessGroupEcho::split(const c10::intrusive_ptr<c10d::Store>&, const std::vector<int>&,
-                                   const c10::intrusive_ptr<Options>&) {
-  TORCH_CHECK(
-      false,
-      "echo groups cannot be split; make the group with torch.distributed.new_group(), and for a device mesh with ",
-      "several dimensions leave device_id out of init_process_group()");
-}
-
-BackendPtr ProcessGroupEcho::merge(const c10::intrusive_ptr<c10d::Store>&, const c10::intrusive_ptr<Options>&,
-                                   const int&, const int&) {
-  TORCH_CHECK(false, "echo groups cannot be merged; make the group with torch.distributed.new_group()");
-}
-
-#if ECHO_TORCH_AT_LEAST(10)
-BackendPtr ProcessGroupEcho::shrink(const std::vector<int64_t>&, int, const c10::intrusive_ptr<Options>&) {
-  TORCH_CHECK(false, "echo groups cannot be shrunk; make a new group of the remaining ranks");
-}
-#endif
 
 void ProcessGroupEcho::shutdown() { close(false); }
 

@@ -28,10 +28,6 @@ WorkPtr ProcessGroupEcho::forward(c10::DeviceType type, Operation&& operation) {
   return collect(inner, operation(inner));
 }
 
-c10::intrusive_ptr<c10d::Backend::Options> ProcessGroupEcho::getBackendOptions() {
-  return inner(main_device())->getBackendOptions();
-}
-
 WorkPtr ProcessGroupEcho::broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) {
   return forward(device_of(tensors, main_device()), [&](auto& inner) { return inner.broadcast(tensors, options); });
 }

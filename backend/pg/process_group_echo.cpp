@@ -34,7 +34,8 @@ ProcessGroupEcho::ProcessGroupEcho(GroupSetup setup)
       rules_(make_policy_rules(core_->config)),
       store_(std::move(setup.store)),
       inner_(std::move(setup.inner)),
-      timeout_ms_(setup.timeout.count()) {
+      timeout_ms_(setup.timeout.count()),
+      deriver_(std::move(setup.deriver)) {
   TORCH_CHECK_VALUE(!inner_.empty(), "echo needs an inner backend for at least one device type");
   if (getSize() > 1 && core_->config.fabric != "wire" && inner_.count(c10::DeviceType::CPU) > 0)
     PeerFabric::introduce(peer_setup(std::chrono::milliseconds(timeout_ms_.load())));

@@ -21,10 +21,10 @@
 
 #include <c10/core/Event.h>
 #include <c10/core/Stream.h>
-#include <torch/version.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
+#include "derived_groups.hpp"
 #include "device_work.hpp"
 #include "lanes.hpp"
 #include "pass_tracker.hpp"
@@ -32,10 +32,9 @@
 #include "settings.hpp"
 #include "state_pool.hpp"
 #include "stream_order.hpp"
+#include "torch_version.hpp"
 #include "work.hpp"
 #include "worker.hpp"
-
-#define ECHO_TORCH_AT_LEAST(minor) (TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= (minor))
 
 namespace echo::pg {
 
@@ -56,6 +55,7 @@ struct GroupSetup {
   Config config;
   std::map<c10::DeviceType, BackendPtr> inner;  // for forwarded calls
   WireGroups::Make make_wire;
+  GroupDeriver deriver;
   std::chrono::milliseconds timeout{0};
 };
 
@@ -115,22 +115,26 @@ class ProcessGroupEcho : public c10d::Backend {
   void setGroupUid(const std::string& pg_uid) override;
 #endif
   c10d::ErrorType getError() override;
-  bool supportsSplitting() const override { return false; }
   bool supportsCoalescing() const override;
   bool supportsTimeEstimation() const override { return false; }
+
+  // --- derived groups: derived_groups.cpp ---
+  c10::intrusive_ptr<Options> getBackendOptions() override;
+  bool supportsSplitting() const override { return true; }
+  // Null on ranks that are not among `ranks`. torch up to 2.13 calls it once per device type with one store, and gets
+  // the same group each time. Throws c10::ValueError for a rank out of range; what making the group throws.
   BackendPtr split(const c10::intrusive_ptr<c10d::Store>& store, const std::vector<int>& ranks,
                    const c10::intrusive_ptr<Options>& options) override;
   BackendPtr merge(const c10::intrusive_ptr<c10d::Store>& store, const c10::intrusive_ptr<Options>& options,
                    const int& rank, const int& size) override;
 #if ECHO_TORCH_AT_LEAST(10)
-  bool supportsShrinking() const override { return false; }
+  bool supportsShrinking() const override { return true; }
   BackendPtr shrink(const std::vector<int64_t>& ranks_to_exclude, int shrink_flags,
                     const c10::intrusive_ptr<Options>& options) override;
 #endif
 
   // --- forwarded: passthrough.cpp ---
   const std::string getBackendName() const override { return "echo"; }
-  c10::intrusive_ptr<Options> getBackendOptions() override;
   WorkPtr broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) override;
   WorkPtr allreduce_sparse(Tensors& tensors, const c10d::AllreduceOptions& options) override;
   WorkPtr allreduce_coalesced(Tensors& tensors, const c10d::AllreduceCoalescedOptions& options) override;
@@ -193,6 +197,8 @@ class ProcessGroupEcho : public c10d::Backend {
   // The inner backend of the accelerator if there is one, else the only one.
   c10::DeviceType main_device() const;
   c10::DeviceType barrier_device(const c10d::BarrierOptions& options) const;
+  std::optional<c10::Device> bound_device() const;
+  BackendPtr derive(const DerivedGroup& wanted);
 
   template <typename Operation>
   WorkPtr forward(c10::DeviceType type, Operation&& operation);
@@ -241,6 +247,14 @@ class ProcessGroupEcho : public c10d::Backend {
   std::shared_ptr<const std::string> name_;  // description(), as of the latest call
   std::unordered_map<c10::Device, std::unique_ptr<DeviceStreams>> streams_;
   const std::shared_ptr<LaneTable> lanes_ = std::make_shared<LaneTable>();
+
+  const GroupDeriver deriver_;
+  struct LatestDerived {
+    c10::weak_intrusive_ptr<c10d::Store> store;
+    c10::weak_intrusive_ptr<c10d::Backend> group;
+  };
+  std::mutex derived_mutex_;
+  std::optional<LatestDerived> derived_;
 
   std::mutex bracket_mutex_;
   bool bracket_open_ = false;

@@ -123,7 +123,8 @@ void kill_at(ProcessGroupEcho& group, const std::string& step, uint64_t call_num
 }  // namespace
 
 void bind_testing(py::module_& m) {
-  py::module_ testing = m.def_submodule("testing", "For tests: the codec on one rank, and ranks that end.");
+  py::module_ testing =
+      m.def_submodule("testing", "For tests: the codec on one rank, what torch does not show, ranks that end.");
   testing.def("encode", &encode, py::arg("tensor"), py::arg("config"), py::arg("state") = py::none(),
               py::arg("first_site") = true, py::arg("early") = false, py::arg("rescale_log2") = 0, py::arg("isa") = "");
   testing.def("decode", &decode, py::arg("tile"), py::arg("tensor"), py::arg("config"), py::arg("state") = py::none(),
@@ -131,6 +132,7 @@ void bind_testing(py::module_& m) {
               py::arg("world_size") = 2, py::arg("isa") = "");
   testing.def("correction", &correction, py::arg("like"), py::arg("config"), py::arg("state"), py::arg("isa") = "");
   testing.def("state_bytes", &state_slot_bytes, py::arg("like"), py::arg("config"));
+  testing.def("bound_device", [](const c10d::Backend& backend) { return backend.getBoundDeviceId(); });
   testing.def("kill_at", &kill_at, py::arg("group"), py::arg("step"), py::arg("call") = 0, py::arg("tile") = 0);
   testing.def("rescale_exponent", [](float max_abs) { return rescale_exponent(bits_of(max_abs)); });
 }
