@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from harness import DEBUG, device_of, record, table
+from harness import DEBUG, Warnings, device_of, record, table
 from ranks import run_ranks
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -150,15 +150,6 @@ def run_two(rank: int, size: int, folder: str) -> dict[str, Any]:
     alias.uninstall()
     found["sequence parallel"] = sequence_parallel(recorder, rank, size, folder)
     return found
-
-
-class Warnings(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.texts: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.texts.append(record.getMessage())
 
 
 def sequence_parallel(recorder: Any, rank: int, size: int, folder: str) -> tuple[list[str], dict[str, Table]]:
