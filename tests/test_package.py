@@ -141,7 +141,8 @@ def test_log_lines(capsys, monkeypatch):
         "(fabric wire, 4 bits, zero_aware, feedback on (2.0 KiB of state), cpu)",
         "[echo] group tp ends: 3 calls quantized (3.0 MiB), 2 forwarded (10 B): small (2)",
         "[echo] group tp: nothing was quantized in three passes",
-        "[echo] group tp: nothing was quantized in three passes: sequence parallelism is not quantized (reduce-scatter 8)",
+        "[echo] group tp: nothing was quantized in three passes: "
+        "sequence parallelism is not quantized (reduce-scatter 8)",
     ]
     monkeypatch.setenv("ECHO_LOG", "off")
     log.connect(extension)
