@@ -33,6 +33,8 @@ SEQUENCE, MICRO_BATCH = 16, 2
 ALL_SIZES = {"ECHO_MIN_BYTES": "0"}
 REPLICATION = ("use_distributed_optimizer", "grad_reduce_in_fp32", "overlap_grad_reduce")
 
+RECOMPUTED = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+
 Table = Counter[tuple[str, ...]]
 _starts = itertools.count()
 
@@ -136,7 +138,7 @@ def run_two(rank: int, size: int, folder: str) -> dict[str, Any]:
         found[name] = one_step(recorder, rank, size, folder, micro_batches, **changes)
 
     run("accumulated", 3)
-    run("recomputed", 2, recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
+    run("recomputed", 2, **RECOMPUTED)
     run("bfloat16 gradients", grad_reduce_in_fp32=False)
     os.environ["ECHO_DTYPES"] = "bfloat16,float32"
     run("float32 listed")
@@ -245,7 +247,7 @@ def run_four(rank: int, size: int, folder: str) -> dict[str, Any]:
     return {
         "sharded": run(2),
         "replicated": run(2, use_distributed_optimizer=False, overlap_grad_reduce=True, grad_reduce_in_fp32=False),
-        "pipeline": run(4, pipeline_model_parallel_size=2),
+        "pipeline": run(4, pipeline_model_parallel_size=2, **RECOMPUTED),
     }
 
 
@@ -273,12 +275,12 @@ def test_four_ranks(tmp_path: Path) -> None:
             ("none", "MAX", "int32", "[1]", "not a SUM"),
         }
 
-        # 1F1B with four micro-batches: ranks 0 and 1 hold the first layer, 2 and 3 the last. The stages share the
-        # embedding's weights: its values at the start, then its gradients.
+        # 1F1B with four micro-batches, layers recomputed: ranks 0 and 1 hold the first layer, 2 and 3 the last. The
+        # stages share the embedding's weights: its values at the start, then its gradients.
         decided, passes = found["pipeline"]
         first = rank < 2
-        assert decided[TENSOR_PARALLEL] == expected(4, layers=1, first=first, last=not first)
-        assert passes == {"forward": 4, "backward": 4, "recompute": 0}
+        assert decided[TENSOR_PARALLEL] == expected(4, layers=1, first=first, last=not first, recomputed=True)
+        assert passes == {"forward": 4, "backward": 4, "recompute": 4}
         shared = f"[{VOCABULARY // TENSOR}, {HIDDEN}]"
         assert decided["EMBEDDING_GROUP"] == {
             ("none", "SUM", "bfloat16", shared, "denied group"): 1,
