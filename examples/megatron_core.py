@@ -9,7 +9,6 @@ it runs on the CPU. examples/megatron/install.sh installs Megatron-core.
 """
 
 import argparse
-import warnings
 from pathlib import Path
 
 import torch
@@ -24,7 +23,6 @@ from megatron.core.transformer import TransformerConfig
 
 import echo_pg  # for the exact run and the counters
 
-warnings.filterwarnings("ignore", category=UserWarning, module="megatron")
 VOCABULARY = 256  # bytes
 
 

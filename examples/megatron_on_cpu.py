@@ -1,11 +1,8 @@
 """Megatron-core asks CUDA by name for a few things; here the CPU answers, so that Megatron runs where there is no GPU.
 
 For trying out and for tests: slow, but the same program and the same collectives. Nothing in it has to do with echo.
-As a program it runs another one: `python examples/megatron_on_cpu.py script.py arguments`.
 """
 
-import runpy
-import sys
 from typing import Any
 
 import torch
@@ -19,14 +16,10 @@ class _CpuForCuda(TorchFunctionMode):
         kwargs = dict(kwargs or {})
         if "cuda" in str(kwargs.get("device")):
             kwargs["device"] = "cpu"
-        if function is torch.Tensor.cuda:
-            return args[0]
         result = function(*args, **kwargs)
-        return (
-            result.replace("torch.", "torch.cuda.")
-            if function is torch.Tensor.type and result is not args[0]
-            else result
-        )
+        if function is torch.Tensor.type and isinstance(result, str):
+            return result.replace("torch.", "torch.cuda.")
+        return result
 
 
 def install() -> None:
@@ -36,13 +29,7 @@ def install() -> None:
     torch.cuda.current_device = lambda: torch.device("cpu")
     torch.cuda.current_stream = lambda *args: torch.cpu.current_stream()
     torch.cuda.synchronize = lambda *args: None
+    torch.cuda.get_rng_state = lambda *args: torch.get_rng_state()
     random._get_cuda_rng_state = lambda *args, **kwargs: torch.get_rng_state()
     random._set_cuda_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
-    torch.cuda.get_rng_state = lambda *args: torch.get_rng_state()
     _CpuForCuda().__enter__()
-
-
-if __name__ == "__main__":
-    install()
-    sys.argv = sys.argv[1:]
-    runpy.run_path(sys.argv[0], run_name="__main__")
