@@ -49,10 +49,10 @@ def megatron(rank: int, size: int, folder: str, backend: str, pipeline: int = 1)
     device = device_of(rank)
     if str(EXAMPLES) not in sys.path:
         sys.path.insert(0, str(EXAMPLES))
-        if device.type == "cpu":
-            import megatron_on_cpu
+    if device.type == "cpu" and "megatron_on_cpu" not in sys.modules:
+        import megatron_on_cpu
 
-            megatron_on_cpu.install()
+        megatron_on_cpu.install()
     store = dist.FileStore(f"{folder}/store{next(_starts)}", size)
     dist.init_process_group(backend, store=store, rank=rank, world_size=size)
     parallel_state.initialize_model_parallel(TENSOR, pipeline)
