@@ -86,7 +86,10 @@ def _destroyed(p: dict[str, Any]) -> None:
 
 
 def _nothing_quantized(p: dict[str, Any]) -> None:
-    logger.warning("group %s: nothing was quantized in three passes%s", _name(p), _because(p))
+    # With sequence parallelism the all-reduces that remain are losses and norms: their reasons would mislead.
+    scattered = p.get("reduce_scatters")
+    because = f": sequence parallelism is not quantized (reduce-scatter {scattered})" if scattered else _because(p)
+    logger.warning("group %s: nothing was quantized in three passes%s", _name(p), because)
 
 
 def _notice(p: dict[str, Any]) -> None:

@@ -134,6 +134,7 @@ def test_log_lines(capsys, monkeypatch):
     counts = {"calls_quantized": 3, "bytes_quantized": 3 << 20, "calls_forwarded": 2, "bytes_forwarded": 10}
     say("destroyed", group | counts | {"reasons": [("small", 2)]})
     say("nothing_quantized", group | {"reasons": []})
+    say("nothing_quantized", group | {"reasons": [("not a SUM", 4)], "reduce_scatters": 8})
     say("notice", {"message": "100% of it", "level": "debug"})
     say("unknown", {})
     assert capsys.readouterr().err.splitlines() == [
@@ -141,6 +142,8 @@ def test_log_lines(capsys, monkeypatch):
         "(fabric wire, 4 bits, zero_aware, feedback on (2.0 KiB of state), cpu)",
         "[echo] group tp ends: 3 calls quantized (3.0 MiB), 2 forwarded (10 B): small (2)",
         "[echo] group tp: nothing was quantized in three passes",
+        "[echo] group tp: nothing was quantized in three passes: "
+        "sequence parallelism is not quantized (reduce-scatter 8)",
     ]
     monkeypatch.setenv("ECHO_LOG", "off")
     log.connect(extension)

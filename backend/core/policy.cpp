@@ -30,6 +30,8 @@ constexpr NameRule kNameRules[] = {
     {Match::kPrefix, "PIPELINE", GroupKind::kDenied},
     {Match::kPrefix, "CONTEXT", GroupKind::kDenied},
     {Match::kPrefix, "HIERARCHICAL_CONTEXT", GroupKind::kDenied},
+    {Match::kPrefix, "HYBRID_DP_CP", GroupKind::kDenied},
+    {Match::kPrefix, "GTP_", GroupKind::kDenied},
     {Match::kPrefix, "TENSOR_AND_", GroupKind::kDenied},
     {Match::kPrefix, "EXPERT_", GroupKind::kDenied},
     {Match::kPrefix, "mesh_dp", GroupKind::kDenied},

@@ -83,18 +83,21 @@ WorkPtr ProcessGroupEcho::scatter(Tensors& outputs, TensorLists& inputs, const c
 
 WorkPtr ProcessGroupEcho::reduce_scatter(Tensors& outputs, TensorLists& inputs,
                                          const c10d::ReduceScatterOptions& options) {
+  note_reduce_scatter();
   const c10::DeviceType type = device_of(outputs, device_of(inputs, main_device()));
   return forward(type, [&](auto& inner) { return inner.reduce_scatter(outputs, inputs, options); });
 }
 
 WorkPtr ProcessGroupEcho::_reduce_scatter_base(at::Tensor& output, at::Tensor& input,
                                                const c10d::ReduceScatterOptions& options) {
+  note_reduce_scatter();
   return forward(input.device().type(),
                  [&](auto& inner) { return inner._reduce_scatter_base(output, input, options); });
 }
 
 WorkPtr ProcessGroupEcho::reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs,
                                                           const c10d::ReduceScatterOptions& options) {
+  note_reduce_scatter();
   return forward(device_of(inputs, main_device()),
                  [&](auto& inner) { return inner.reduce_scatter_tensor_coalesced(outputs, inputs, options); });
 }

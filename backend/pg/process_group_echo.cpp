@@ -166,7 +166,8 @@ WorkPtr ProcessGroupEcho::allreduce_exact(Tensors& tensors, const c10d::Allreduc
   int64_t passes = 0;
   {
     const std::lock_guard lock(issue_mutex_);
-    passes = passes_.book_exact(origin);
+    // Within exact() the caller wants nothing quantized.
+    if (!origin.exact) passes = passes_.book_exact(origin);
     ++exact_calls_;
   }
   warn_if_idle(passes);
@@ -249,13 +250,32 @@ void ProcessGroupEcho::warn_if_idle(int64_t passes) {
   if (passes <= kIdlePasses || getRank() != 0 || getSize() < 2 || rules_.mode == PolicyMode::kOff) return;
   const GroupKind kind = group_kind();
   if (kind == GroupKind::kDenied || kind == GroupKind::kDeniedByUser) return;
+  int64_t reduce_scatters = 0;
   {
     const std::lock_guard lock(issue_mutex_);
     if (calls_ > 0 || std::exchange(idle_warned_, true)) return;
+    reduce_scatters = reduce_scatters_;
   }
-  emit(LogEvent{
-      "nothing_quantized",
-      {{"group", description()}, {"size", int64_t{getSize()}}, {"reasons", top_reasons(core_->stats.snapshot())}}});
+  emit(LogEvent{"nothing_quantized",
+                {{"group", description()},
+                 {"size", int64_t{getSize()}},
+                 {"reasons", top_reasons(core_->stats.snapshot())},
+                 {"reduce_scatters", reduce_scatters}}});
+}
+
+// In a forward it is sequence parallelism, whose sums never come as all-reduces. Sharded data parallelism uses it in
+// backward only.
+void ProcessGroupEcho::note_reduce_scatter() {
+  const GilRelease no_gil;
+  const CallOrigin origin = current_origin();
+  if (origin.context != CallContext::kForward) return;
+  int64_t passes = 0;
+  {
+    const std::lock_guard lock(issue_mutex_);
+    passes = passes_.book_exact(origin);
+    ++reduce_scatters_;
+  }
+  warn_if_idle(passes);
 }
 
 void ProcessGroupEcho::note_exact(const char* reason, const Tensors& tensors, const c10d::ReduceOp& op) {

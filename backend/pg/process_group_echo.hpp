@@ -223,6 +223,7 @@ class ProcessGroupEcho : public c10d::Backend {
   void take_vote(c10::Device device, std::chrono::milliseconds timeout);
   void log_first_call(c10::Device device, int64_t state_bytes, const std::string& fabric);
   void warn_if_idle(int64_t passes);
+  void note_reduce_scatter();
   // Counts an all-reduce of a kind that is never quantized.
   void note_exact(const char* reason, const Tensors& tensors, const c10d::ReduceOp& op);
   void log_call(const Tensors& tensors, std::string_view op, const CallOrigin& origin, const Decision& decision) const;
@@ -239,8 +240,9 @@ class ProcessGroupEcho : public c10d::Backend {
   std::mutex issue_mutex_;  // guards what follows, up to the lanes
   PassTracker passes_;
   StatePool states_;
-  uint64_t calls_ = 0;        // quantized calls issued
-  uint64_t exact_calls_ = 0;  // all-reduces forwarded
+  uint64_t calls_ = 0;           // quantized calls issued
+  uint64_t exact_calls_ = 0;     // all-reduces forwarded
+  int64_t reduce_scatters_ = 0;  // in a module's forward
   bool idle_warned_ = false;
   std::string classified_description_;
   std::optional<GroupKind> kind_;

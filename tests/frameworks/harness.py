@@ -54,3 +54,14 @@ def table(calls: Iterable[dict[str, Any]]) -> Counter[tuple[str, ...]]:
         outcome = "quantized" if call["quantized"] else call["reason"]
         counts[call["context"], call["op"], call["dtype"], call["shape"], outcome] += 1
     return counts
+
+
+class Warnings(logging.Handler):
+    """Keeps the texts of warnings: `logging.getLogger("echo_pg").addHandler(Warnings())`."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
