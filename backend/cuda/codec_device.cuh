@@ -113,7 +113,6 @@ static __device__ __forceinline__ void encode_chunk(const float* x, float scale_
 template <int kBits, Spread kSpread>
 static __device__ __forceinline__ void encode_elements(const Lane<kSpread>& lane, const float (&x)[kLaneElems],
                                                        const GroupGrid& grid, uint32_t (&words)[kBits]) {
-  const Codec& codec = lane.site.plan.codec;
   const bool is_signed = lane.is_signed;
   const CodeForm form = code_form<kBits>(is_signed);
   // A group without codes has limits 0, 0, to which even what a NaN leaves is clamped.

@@ -1,9 +1,10 @@
 // The one-kernel composition over peer memory against the CPU stages, byte for byte: the ranks of this process are
 // spread over the devices there are, with few lanes each so that the kernels of all ranks fit a device together.
 //
-//   cuda_peer_test [plans = 300] [seed = 1]
+//   cuda_peer_test [plans = 300] [seed = 1] [share = 1]
 //
-// Needs no torch; built like cuda_stages_test.cu, with backend/cuda/peer_*.cu and backend/core/fault_text.cpp.
+// share: large tensors, and the lanes they go over, are smaller by as much. Needs no torch; built like
+// cuda_stages_test.cu, with backend/cuda/peer_*.cu and backend/core/fault_text.cpp.
 #include <cuda_runtime.h>
 
 #include <cstdlib>
@@ -25,6 +26,7 @@ using namespace echo::testing;
 
 int g_plans = 300;
 unsigned g_seed = 1;
+int g_share = 1;
 
 void check_cuda(cudaError_t result) {
   if (result != cudaSuccess) throw std::runtime_error(cudaGetErrorString(result));
@@ -226,12 +228,12 @@ ECHO_TEST(peer_and_cpu_write_the_same_bytes) {
 ECHO_TEST(large_tensors_agree) {
   if (device_count() < 2) return;
   Random random(g_seed);
-  World world(2, 132, 8704);
+  World world(2, 132 / g_share, 8704);
   for (const Residual residual : {Residual::kLocal, Residual::kGroup}) {
     for (const int rotation : {0, 7}) {
       StageCase c;
       c.plan.world_size = 2;
-      c.plan.numel = (24 << 20) + 77;
+      c.plan.numel = (24 << 20) / g_share + 77;
       c.plan.codec.rotation_log2 = rotation;
       c.plan.feedback = make_feedback(residual, StateDType::kInt8, 0.75, 0.35, 0.7, 0.3);
       c.tile_groups = segment_groups(c.plan);
@@ -347,6 +349,7 @@ ECHO_TEST(an_abort_ends_the_wait) { check_trouble(Trouble::kAborted, "aborted by
 int main(int argc, char** argv) {
   if (argc > 1) g_plans = std::atoi(argv[1]);
   if (argc > 2) g_seed = static_cast<unsigned>(std::atoi(argv[2]));
+  if (argc > 3) g_share = std::atoi(argv[3]);
   let_devices_meet();
   for (const auto& test : echo::testing::cases()) {
     const int before = echo::testing::failures();

@@ -2,10 +2,10 @@
 // data, sizes and alignments, several sites in a row. Both sides work on the same memory image (tensors, states, tiles,
 // guards between them), and the images are compared whole.
 //
-//   cuda_stages_test [plans = 600] [seed = 1]
+//   cuda_stages_test [plans = 600] [seed = 1] [share = 1]
 //
-// Needs no torch. Build: compile backend/cuda, backend/cpu, backend/core/call_record.cpp as
-// backend/CMakeLists.txt does, and link.
+// share: where all numbers are tried, only one in so many is; large tensors are smaller by as much. Needs no torch.
+// Build: compile backend/cuda, backend/cpu, backend/core/call_record.cpp as backend/CMakeLists.txt does, and link.
 #include <cuda_runtime.h>
 
 #include <cstdlib>
@@ -26,6 +26,7 @@ using namespace echo::testing;
 
 int g_plans = 600;
 unsigned g_seed = 1;
+uint32_t g_share = 1;
 
 void check_cuda(cudaError_t result) {
   if (result != cudaSuccess) throw std::runtime_error(cudaGetErrorString(result));
@@ -112,7 +113,7 @@ ECHO_TEST(large_tensors_agree) {
   Random random(g_seed);
   StageCase c;
   c.plan.world_size = 2;
-  c.plan.numel = (3 << 20) + 5;
+  c.plan.numel = (3 << 20) / g_share + 5;
   c.plan.codec.group_elems = 16;
   c.plan.codec.rotation_log2 = 4;
   c.plan.feedback = make_feedback(Residual::kLocal, StateDType::kInt8, 0.75, 0.35, 0.7, 0.3);
@@ -202,19 +203,20 @@ ECHO_TEST(ranks_that_disagree_get_nan_and_the_reason) {
   }
 }
 
-// Counts fp32 patterns for which a pair conversion and the core's function differ, and 16-bit patterns for which the
-// widenings do.
-__global__ void compare_conversions(unsigned long long* wrong) {
+// Counts fp32 patterns for which a pair conversion and the core's function differ, one in `share` of them, and all
+// 16-bit patterns for which the widenings do.
+__global__ void compare_conversions(uint32_t share, unsigned long long* wrong) {
   const uint64_t stride = uint64_t{gridDim.x} * blockDim.x;
+  const uint64_t first = uint64_t{blockIdx.x} * blockDim.x + threadIdx.x;
   unsigned long long mine = 0;
-  for (uint64_t pattern = uint64_t{blockIdx.x} * blockDim.x + threadIdx.x; pattern < uint64_t{1} << 32;
-       pattern += stride) {
+  for (uint64_t pattern = first * share; pattern < uint64_t{1} << 32; pattern += stride * share) {
     const float x = float_of(static_cast<uint32_t>(pattern));
     if (!is_nan(x)) {
       mine += cuda::round_pair_bfloat16(x, -x) != (to_bfloat16(x) | uint32_t{to_bfloat16(-x)} << 16);
       mine += cuda::round_pair_float16(x, -x) != (to_float16(x) | uint32_t{to_float16(-x)} << 16);
     }
-    if (pattern >= 0x10000u) continue;
+  }
+  for (uint64_t pattern = first; pattern < 0x10000u; pattern += stride) {
     const float half = from_float16(static_cast<uint16_t>(pattern));
     const float low = cuda::widen_low_float16(static_cast<uint32_t>(pattern) | 0x12340000u);
     const float high = cuda::widen_high_float16(static_cast<uint32_t>(pattern) << 16 | 0x1234u);
@@ -227,7 +229,7 @@ __global__ void compare_conversions(unsigned long long* wrong) {
 ECHO_TEST(hardware_conversions_are_those_of_the_core) {
   const DeviceMemory wrong(8);
   check_cuda(cudaMemset(wrong.at, 0, 8));
-  compare_conversions<<<2048, 256>>>(reinterpret_cast<unsigned long long*>(wrong.at));
+  compare_conversions<<<2048, 256>>>(g_share, reinterpret_cast<unsigned long long*>(wrong.at));
   check_cuda(cudaGetLastError());
   unsigned long long count = 1;
   check_cuda(cudaMemcpy(&count, wrong.at, 8, cudaMemcpyDeviceToHost));
@@ -235,11 +237,13 @@ ECHO_TEST(hardware_conversions_are_those_of_the_core) {
 }
 
 // Counts operands for which the short division or reciprocal differs from IEEE's: every bf16 and every fp16 as divisor,
-// and the numbers of levels; every fp32 significand as dividend, over the exponents that the codec lets through.
-__global__ void compare_divisions(unsigned long long* wrong) {
+// and the numbers of levels; one in `share` fp32 numbers as dividend, over the exponents that the codec lets through.
+__global__ void compare_divisions(uint32_t share, unsigned long long* wrong) {
   unsigned long long mine = 0;
-  for (uint32_t pattern = blockIdx.x * blockDim.x + threadIdx.x; pattern < 0x80000000u;
-       pattern += gridDim.x * blockDim.x) {
+  const uint64_t stride = uint64_t{gridDim.x} * blockDim.x * share;
+  for (uint64_t index = (uint64_t{blockIdx.x} * blockDim.x + threadIdx.x) * share; index < 0x80000000u;
+       index += stride) {
+    const auto pattern = static_cast<uint32_t>(index);
     const float a = float_of(pattern);
     if (!(a >= 0x1p-80f && a <= 0x1p101f)) continue;
     for (const float levels : {7.0f, 15.0f, 127.0f, 255.0f})
@@ -259,7 +263,7 @@ __global__ void compare_divisions(unsigned long long* wrong) {
 ECHO_TEST(short_divisions_round_as_ieee) {
   const DeviceMemory wrong(8);
   check_cuda(cudaMemset(wrong.at, 0, 8));
-  compare_divisions<<<2048, 256>>>(reinterpret_cast<unsigned long long*>(wrong.at));
+  compare_divisions<<<2048, 256>>>(g_share, reinterpret_cast<unsigned long long*>(wrong.at));
   check_cuda(cudaGetLastError());
   unsigned long long count = 1;
   check_cuda(cudaMemcpy(&count, wrong.at, 8, cudaMemcpyDeviceToHost));
@@ -271,6 +275,7 @@ ECHO_TEST(short_divisions_round_as_ieee) {
 int main(int argc, char** argv) {
   if (argc > 1) g_plans = std::atoi(argv[1]);
   if (argc > 2) g_seed = static_cast<unsigned>(std::atoi(argv[2]));
+  if (argc > 3) g_share = static_cast<uint32_t>(std::atoi(argv[3]));
   for (const auto& test : echo::testing::cases()) {
     const int before = echo::testing::failures();
     test.run();
