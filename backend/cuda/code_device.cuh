@@ -105,13 +105,11 @@ struct Decoder {
   bool fused;
 };
 
-template <int kBits>
-static __device__ __forceinline__ Decoder make_decoder(const GroupParams& params, const Codec& codec,
-                                                       const CodeForm& form) {
+static __device__ __forceinline__ Decoder make_decoder(float scale, float zero, float base) {
   Decoder decoder;
-  decoder.scale = widen16(params.scale_bits, codec.scale_dtype);
-  decoder.zero = widen16(params.zero_bits, codec.scale_dtype);
-  decoder.base = kCodeBase<kBits> + form.bias;
+  decoder.scale = scale;
+  decoder.zero = zero;
+  decoder.base = base;
   const float from_zero = decoder.base + decoder.zero;
   decoder.offset = -decoder.scale * from_zero;
   // base + zero is exact, then so is code - zero, a multiple of the same power of two and smaller; and the product with

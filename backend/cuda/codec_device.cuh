@@ -237,7 +237,9 @@ static __device__ __forceinline__ void for_each_decoded(const Lane<kSpread>& lan
                                                         Body body) {
   const Codec& codec = lane.site.plan.codec;
   const CodeForm form = code_form<kBits>(lane.is_signed);
-  const Decoder decoder = make_decoder<kBits>(unpack_params(encoded.params), codec, form);
+  const GroupParams params = unpack_params(encoded.params);
+  const Decoder decoder = make_decoder(widen16(params.scale_bits, codec.scale_dtype),
+                                       widen16(params.zero_bits, codec.scale_dtype), kCodeBase<kBits> + form.bias);
   const auto decode = [&](auto element) {
 #pragma unroll
     for (int part = 0; part < kLaneChunks; ++part) {

@@ -56,10 +56,11 @@ static __device__ __noinline__ Grid exact_grid(Extremes extremes, const Codec& c
   return exact;
 }
 
-// lo and hi are the group's extremes, scaled; `sure_steps` is sure_steps_inside(codec).
+// Extremes that are scaled already; `sure_steps` is sure_steps_inside(codec). What it gives counts only if it leaves
+// `sure` as it is; a group that is rarer than that, exact_grid serves.
 template <int kBits>
-static __device__ __forceinline__ Grid make_grid(const Extremes& extremes, const Codec& codec, bool symmetric,
-                                                 float sure_steps) {
+static __device__ __forceinline__ Grid quick_grid(const Extremes& extremes, const Codec& codec, bool symmetric,
+                                                  float sure_steps, bool& sure) {
   constexpr float kLevels = kBits == 4 ? 15.0f : 255.0f;
   constexpr float kSymmetricLevels = kBits == 4 ? 7.0f : 127.0f;
   constexpr float kSharp = 0x1p-20f;  // a bound below which a quotient might underflow
@@ -67,8 +68,9 @@ static __device__ __forceinline__ Grid make_grid(const Extremes& extremes, const
   const float lo = extremes.lo * codec.clip + 0.0f;
   const float hi = extremes.hi * codec.clip + 0.0f;
   const float largest = max_or_nan(fabsf(lo), fabsf(hi));
+  const bool empty = max_or_nan(fabsf(extremes.lo), fabsf(extremes.hi)) == 0.0f;
 
-  bool sure = is_moderate(largest, codec.scale_dtype);
+  bool here = is_moderate(largest, codec.scale_dtype);
   bool negated = false;
   bool whole_zero = false;
   float bottom = lo;
@@ -81,13 +83,13 @@ static __device__ __forceinline__ Grid make_grid(const Extremes& extremes, const
       constexpr float kBrainShare = 64.0f / (kLevels + 64.0f);
       constexpr float kHalfShare = 512.0f / (kLevels + 512.0f);
       bottom = fminf(bottom, top * (brain ? kBrainShare : kHalfShare));
-      sure = sure && (bottom == 0.0f || bottom >= top * kSharp);
+      here = here && (bottom == 0.0f || bottom >= top * kSharp);
     } else {
-      sure = sure && fminf(-lo, hi) * kLevels >= sure_steps * (hi - lo);
+      here = here && fminf(-lo, hi) * kLevels >= sure_steps * (hi - lo);
       whole_zero = codec.quantizer == Quantizer::kZeroAware;
     }
   }
-  if (!sure) return exact_grid(extremes, codec);
+  sure = sure && (here || empty);
   const float step = symmetric ? divide_by_short(largest, kSymmetricLevels, 1.0f / kSymmetricLevels)
                                : divide_by_short(top - bottom, kLevels, 1.0f / kLevels);
   Grid result;
@@ -114,7 +116,15 @@ static __device__ __forceinline__ Grid make_grid(const Extremes& extremes, const
   result.grid.inverse = negated ? -inverse : inverse;
   result.grid.code_max = symmetric ? kSymmetricLevels : kLevels;
   result.grid.code_min = symmetric ? -kSymmetricLevels : 0.0f;
-  return result;
+  return empty ? Grid{} : result;
+}
+
+template <int kBits>
+static __device__ __forceinline__ Grid make_grid(const Extremes& extremes, const Codec& codec, bool symmetric,
+                                                 float sure_steps) {
+  bool sure = true;
+  const Grid grid = quick_grid<kBits>(extremes, codec, symmetric, sure_steps, sure);
+  return sure ? grid : exact_grid(extremes, codec);
 }
 
 }  // namespace echo::cuda

@@ -104,12 +104,16 @@ static __device__ __forceinline__ int32_t chunk_at(int32_t lanes_log2, int32_t i
   return kSpread == Spread::kRuns ? index * kLaneChunks + part : (part << lanes_log2) + index;
 }
 
+// The power of two of lanes that a group lies in.
+static __device__ __forceinline__ int32_t lanes_log2_of(const Codec& codec) {
+  return 32 - __clz((codec.group_elems + kLaneElems - 1) / kLaneElems - 1);
+}
+
 template <Spread kSpread>
 static __device__ __forceinline__ Lane<kSpread> make_lane(const Site& site, const StateLayout& state_layout,
                                                           int64_t first_group, int32_t rescale_log2) {
   const Codec& codec = site.plan.codec;
-  const int32_t lanes = (codec.group_elems + kLaneElems - 1) / kLaneElems;
-  const int32_t lanes_log2 = 32 - __clz(lanes - 1);
+  const int32_t lanes_log2 = lanes_log2_of(codec);
   const int32_t index = static_cast<int32_t>(recompute_here(threadIdx.x)) & ((1 << lanes_log2) - 1);
   uint32_t signs = 0;
 #pragma unroll

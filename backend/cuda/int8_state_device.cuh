@@ -75,10 +75,19 @@ static __device__ __forceinline__ void add_int8_average(const Int8Average& store
   }
 }
 
+// Between these magnitudes, and for 0, the short way to a scale is exact.
+constexpr float kLeastQuickInt8 = 0x1p-100f;
+constexpr float kMostQuickInt8 = 0x1p120f;
+
+// The bits of the scale, widened.
+static __device__ __forceinline__ uint32_t quick_int8_scale(float largest) {
+  return (bits_of(divide_by_short(largest, 127.0f, 1.0f / 127.0f)) + 0xffffu) & 0xffff0000u;
+}
+
 // The scale and its inverse, as int8_state_scale and int8_state_inverse have them.
 static __device__ __forceinline__ uint16_t make_int8_scale(float largest, float& inverse) {
-  if (largest >= 0x1p-100f && largest <= 0x1p120f) {
-    const uint32_t bits = (bits_of(divide_by_short(largest, 127.0f, 1.0f / 127.0f)) + 0xffffu) & 0xffff0000u;
+  if (largest >= kLeastQuickInt8 && largest <= kMostQuickInt8) {
+    const uint32_t bits = quick_int8_scale(largest);
     inverse = reciprocal_of_short(float_of(bits));
     return static_cast<uint16_t>(bits >> 16);
   }
@@ -87,20 +96,10 @@ static __device__ __forceinline__ uint16_t make_int8_scale(float largest, float&
   return scale_bits;
 }
 
-// `own` is the largest magnitude of this lane's values, which are finite. No value needs clamping: the scale is at
-// least fl(largest / 127), so that |value * inverse| stays below 127 * (1 + 2^-21) and rounds to 127 at most.
-template <Spread kSpread>
-static __device__ __forceinline__ void store_int8_average(const Lane<kSpread>& lane, const GroupAt& at, std::byte* base,
-                                                          float own, const float (&values)[kLaneElems]) {
-  float largest = own;
-#pragma unroll 1
-  for (int stride = 1; stride < 1 << lane.lanes_log2; stride *= 2) {
-    largest = fmaxf(largest, __shfl_xor_sync(kAllLanes, largest, stride));
-  }
-  float inverse;
-  const uint16_t scale_bits = make_int8_scale(largest, inverse);
-  if (at.elems > 0 && lane.index == 0) *scale_at(lane, at, base) = scale_bits;
-  ChunkWords<1> words[kLaneChunks];
+// The codes of this lane's values. No value needs clamping: the scale is at least fl(largest / 127), so that
+// |value * inverse| stays below 127 * (1 + 2^-21) and rounds to 127 at most.
+static __device__ __forceinline__ void encode_int8_elements(const float (&values)[kLaneElems], float inverse,
+                                                            ChunkWords<1> (&words)[kLaneChunks]) {
 #pragma unroll
   for (int word = 0; word < kLaneElems / 4; ++word) {
     uint32_t integers[4];
@@ -109,7 +108,42 @@ static __device__ __forceinline__ void store_int8_average(const Lane<kSpread>& l
     words[word / 2].at[word % 2] = __byte_perm(__byte_perm(integers[0], integers[1], 0x0040),
                                                __byte_perm(integers[2], integers[3], 0x0040), 0x5410);
   }
+}
+
+// The largest magnitude of a group, from that of this lane's values.
+template <Spread kSpread>
+static __device__ __forceinline__ float largest_over_lanes(const Lane<kSpread>& lane, float own) {
+#pragma unroll 1
+  for (int stride = 1; stride < 1 << lane.lanes_log2; stride *= 2) {
+    own = max_or_nan(own, __shfl_xor_sync(kAllLanes, own, stride));
+  }
+  return own;
+}
+
+// `own` is the largest magnitude of this lane's values, which are finite.
+template <Spread kSpread>
+static __device__ __forceinline__ void store_int8_average(const Lane<kSpread>& lane, const GroupAt& at, std::byte* base,
+                                                          float own, const float (&values)[kLaneElems]) {
+  float inverse;
+  const uint16_t scale_bits = make_int8_scale(largest_over_lanes(lane, own), inverse);
+  if (at.elems > 0 && lane.index == 0) *scale_at(lane, at, base) = scale_bits;
+  ChunkWords<1> words[kLaneChunks];
+  encode_int8_elements(values, inverse, words);
   store_words(lane, at, base, true, words);
+}
+
+// The same where the scale's short way is exact; else, values that are not finite included, `sure` is cleared.
+template <Spread kSpread>
+static __device__ __forceinline__ Int8Average quick_int8_average(const Lane<kSpread>& lane, float own,
+                                                                 const float (&values)[kLaneElems], bool& sure) {
+  const float largest = largest_over_lanes(lane, own);
+  const bool empty = largest == 0.0f;
+  sure = sure && (empty || (largest >= kLeastQuickInt8 && largest <= kMostQuickInt8));
+  const uint32_t bits = quick_int8_scale(largest);
+  Int8Average stored;
+  stored.scale_bits = bits >> 16;
+  encode_int8_elements(values, empty ? 0.0f : reciprocal_of_short(float_of(bits)), stored.words);
+  return stored;
 }
 
 }  // namespace echo::cuda

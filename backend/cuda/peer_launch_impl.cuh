@@ -7,25 +7,46 @@ namespace echo::cuda {
 
 using PeerKernel = void (*)(PeerJob);
 
+// What tells the kernels of an element type and a width of codes apart.
+struct KernelChoice {
+  StateKind state;
+  Residual residual;
+  bool two_averages;
+  bool pair;  // two ranks
+  Kind kind;
+};
+
+// Calls body.template operator()<kState, kUpdates, kAverages>() for a state that there is.
+template <typename Body>
+PeerKernel with_state(const KernelChoice& choice, Body body) {
+  const auto with_averages = [&]<StateKind kState, Updates kUpdates>() {
+    return choice.two_averages ? body.template operator()<kState, kUpdates, 2>()
+                               : body.template operator()<kState, kUpdates, 1>();
+  };
+  const bool local = choice.residual == Residual::kLocal;
+  if (choice.state == StateKind::kInt8) {
+    return local ? with_averages.template operator()<StateKind::kInt8, Updates::kLocal>()
+                 : with_averages.template operator()<StateKind::kInt8, Updates::kGroup>();
+  }
+  return local ? with_averages.template operator()<StateKind::kWide, Updates::kLocal>()
+               : with_averages.template operator()<StateKind::kWide, Updates::kGroup>();
+}
+
 // Null where kind_of never says so.
 template <DType kDType, int kBits, Kind kKind, bool kPair>
-PeerKernel hot_kernel(StateKind state, Residual residual) {
+PeerKernel hot_kernel(const KernelChoice& choice) {
   if constexpr (kDType == DType::kFloat32) {
     return nullptr;
   } else {
-    if (state == StateKind::kNone) {
-      return peer_kernel<kDType, kBits, StateKind::kNone, Updates::kEither, kPair, kKind>;
+    if (choice.state == StateKind::kNone) {
+      return peer_kernel<kDType, kBits, StateKind::kNone, Updates::kEither, 1, kPair, kKind>;
     }
     if constexpr (kBits == 8) {
       return nullptr;
     } else {
-      const bool local = residual == Residual::kLocal;
-      if (state == StateKind::kInt8) {
-        return local ? peer_kernel<kDType, kBits, StateKind::kInt8, Updates::kLocal, kPair, kKind>
-                     : peer_kernel<kDType, kBits, StateKind::kInt8, Updates::kGroup, kPair, kKind>;
-      }
-      return local ? peer_kernel<kDType, kBits, StateKind::kWide, Updates::kLocal, kPair, kKind>
-                   : peer_kernel<kDType, kBits, StateKind::kWide, Updates::kGroup, kPair, kKind>;
+      return with_state(choice, []<StateKind kState, Updates kUpdates, int kAverages>() -> PeerKernel {
+        return peer_kernel<kDType, kBits, kState, kUpdates, kAverages, kPair, kKind>;
+      });
     }
   }
 }
@@ -34,31 +55,35 @@ template <DType kDType, int kBits>
 PeerKernel any_kernel(StateKind state) {
   switch (state) {
     case StateKind::kNone:
-      return peer_kernel<kDType, kBits, StateKind::kNone, Updates::kEither, false, Kind::kAny>;
+      return peer_kernel<kDType, kBits, StateKind::kNone, Updates::kEither, 1, false, Kind::kAny>;
     case StateKind::kInt8:
-      return peer_kernel<kDType, kBits, StateKind::kInt8, Updates::kEither, false, Kind::kAny>;
+      return peer_kernel<kDType, kBits, StateKind::kInt8, Updates::kEither, 1, false, Kind::kAny>;
     case StateKind::kWide:
       break;
   }
-  return peer_kernel<kDType, kBits, StateKind::kWide, Updates::kEither, false, Kind::kAny>;
+  return peer_kernel<kDType, kBits, StateKind::kWide, Updates::kEither, 1, false, Kind::kAny>;
 }
 
 template <DType kDType, int kBits>
-PeerKernel kernel_for(StateKind state, Residual residual, Kind kind, bool pair) {
-  if (kind == Kind::kAny) return any_kernel<kDType, kBits>(state);
-  if (kind == Kind::kHot) {
-    return pair ? hot_kernel<kDType, kBits, Kind::kHot, true>(state, residual)
-                : hot_kernel<kDType, kBits, Kind::kHot, false>(state, residual);
+PeerKernel kernel_for(const KernelChoice& choice) {
+  if (choice.kind == Kind::kAny) return any_kernel<kDType, kBits>(choice.state);
+  if (choice.kind == Kind::kHot) {
+    return choice.pair ? hot_kernel<kDType, kBits, Kind::kHot, true>(choice)
+                       : hot_kernel<kDType, kBits, Kind::kHot, false>(choice);
   }
-  return pair ? hot_kernel<kDType, kBits, Kind::kHotRotated, true>(state, residual)
-              : hot_kernel<kDType, kBits, Kind::kHotRotated, false>(state, residual);
+  return choice.pair ? hot_kernel<kDType, kBits, Kind::kHotRotated, true>(choice)
+                     : hot_kernel<kDType, kBits, Kind::kHotRotated, false>(choice);
 }
 
 template <DType kDType, int kBits>
 void launch_peer_kernel(const PeerJob& job, Kind kind, unsigned blocks, cudaStream_t stream) {
   const Plan& plan = job.site.plan;
-  kernel_for<kDType, kBits>(state_kind(plan), plan.feedback.residual, kind,
-                            plan.world_size == 2)<<<blocks, kPeerThreads, 0, stream>>>(job);
+  const KernelChoice choice{.state = state_kind(plan),
+                            .residual = plan.feedback.residual,
+                            .two_averages = plan.feedback.k2 != 0.0f,
+                            .pair = plan.world_size == 2,
+                            .kind = kind};
+  kernel_for<kDType, kBits>(choice)<<<blocks, kPeerThreads, 0, stream>>>(job);
 }
 
 template <DType kDType, int kBits>
@@ -66,8 +91,9 @@ cudaError_t load_peer_kernels() {
   for (const StateKind state : {StateKind::kNone, StateKind::kInt8, StateKind::kWide}) {
     for (const Residual residual : {Residual::kLocal, Residual::kGroup}) {
       for (const Kind kind : {Kind::kAny, Kind::kHot, Kind::kHotRotated}) {
-        for (const bool pair : {false, true}) {
-          const PeerKernel kernel = kernel_for<kDType, kBits>(state, residual, kind, pair);
+        for (const int flags : {0, 1, 2, 3}) {
+          const KernelChoice choice{state, residual, (flags & 1) != 0, (flags & 2) != 0, kind};
+          const PeerKernel kernel = kernel_for<kDType, kBits>(choice);
           if (kernel == nullptr) continue;
           cudaFuncAttributes attributes;
           if (const cudaError_t result = cudaFuncGetAttributes(&attributes, kernel)) return result;

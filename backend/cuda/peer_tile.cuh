@@ -1,5 +1,5 @@
-// What one call over peer memory works on: the job of all lanes, the tiles of a rank's segment, and the groups of a
-// tile as the warps of a block take them.
+// What one call over peer memory works on: the job of all lanes, and what its blocks do at a step: parts, each a tile
+// of one rank's segment, whose groups the warps take as tasks.
 #pragma once
 
 #include "../core/protocol.h"
@@ -29,21 +29,10 @@ struct PeerJob {
   std::byte* slabs[kMaxPeerRanks];
 };
 
-// ---- groups of a tile ---------------------------------------------------------------------------------------------
+// ---- kinds of kernels -----------------------------------------------------------------------------------------------
 
-// The tile that the block works on in one stage.
-struct TileAt {
-  GroupRange groups;
-  int64_t room;  // groups that its slot has room for
-};
-
-__device__ __forceinline__ TileAt tile_of(const PeerJob& job, int32_t owner, int64_t tile) {
-  return TileAt{tile_range(job.groups, job.segment, owner, tile, job.tile_groups),
-                min_i64(job.tile_groups, job.segment - tile * job.tile_groups)};
-}
-
-// What a kernel is made for: any plan and any ranks, or only plans that kind_of calls hot, where what is rare is out of
-// line, so that the instructions of all stages fit the caches.
+// What a kernel is made for: any plan, or only plans that kind_of calls hot, for which it has the loops of
+// quick_device.cuh.
 enum class Kind { kAny, kHot, kHotRotated };
 
 // Hot: 16-bit elements, groups that fill their lanes, no rescale, unsigned codes that 16-bit integers can clamp, and
@@ -59,88 +48,66 @@ inline Kind kind_of(const Plan& plan, bool rescale) {
   return codec.rotation_log2 > 0 ? Kind::kHotRotated : Kind::kHot;
 }
 
-// The groups of a tile, dealt out to the warps of the block.
-template <Spread kSpread, StateKind kState, Kind kKind>
-struct TileWalk {
-  const PeerJob& job;
-  Lane<kSpread> lane;
-  int32_t full;   // groups that are whole
-  int32_t dense;  // tasks, so many groups side by side in a warp, that leave no lane without a group
-  int32_t tasks;  // all of them; the tensor's partial group is one alone, so that all lanes agree on whether to rotate
+// ---- parts and tasks ------------------------------------------------------------------------------------------------
 
-  __device__ __forceinline__ TileWalk(const PeerJob& job, const GroupRange& groups, int32_t rescale_log2)
-      : job(job), lane(make_lane<kSpread>(job.site, job.state_layout, groups.begin, rescale_log2)) {
-    const bool partial = job.partial && groups.end == job.groups && groups.begin < groups.end;
-    full = static_cast<int32_t>(groups.end - groups.begin) - (partial ? 1 : 0);
-    const int32_t shift = 5 - lane.lanes_log2;
-    const bool lanes_full = job.site.plan.codec.group_elems == kLaneElems << lane.lanes_log2;
-    dense = lanes_full && (kKind == Kind::kAny || lane.tensor_aligned) ? full >> shift : 0;
-    tasks = ((full + side_by_side() - 1) >> shift) + (partial ? 1 : 0);
-    if constexpr (kKind != Kind::kAny) {
-      lane.scale_up = 1.0f;
-      lane.scale_down = 1.0f;
-      lane.tensor_aligned = true;
-      lane.is_signed = false;
-      lane.quick_clip = true;
-      lane.corrected = kState != StateKind::kNone;
-      lane.state = StateDType::kBFloat16;
-    }
-  }
-
-  __device__ __forceinline__ int32_t side_by_side() const { return kWarpLanes >> lane.lanes_log2; }
-  __device__ __forceinline__ int32_t mine() const {
-    return (static_cast<int32_t>(threadIdx.x) % kWarpLanes) >> lane.lanes_log2;
-  }
-
-  __device__ __forceinline__ GroupAt dense_group(int32_t task) const {
-    const Codec& codec = job.site.plan.codec;
-    const bool rotated = kKind == Kind::kAny ? is_rotated(codec, codec.group_elems) : kKind == Kind::kHotRotated;
-    return GroupAt{
-        .slot = task * side_by_side() + mine(), .elems = codec.group_elems, .rotated = rotated, .dense = true};
-  }
-
-  __device__ __forceinline__ GroupAt any_group(int32_t task) const {
-    if (task < dense) return dense_group(task);
-    const Codec& codec = job.site.plan.codec;
-    const int32_t first = task * side_by_side();
-    GroupAt at;
-    if (first < full) {
-      at.slot = first + mine();
-      at.elems = at.slot < full ? codec.group_elems : 0;
-      at.rotated = is_rotated(codec, codec.group_elems);
-    } else {
-      at.slot = full;
-      at.elems = mine() == 0 ? group_elems_at(job.site.plan, job.groups - 1) : 0;
-    }
-    return at;
-  }
-
-  // Calls body(at, what load(at) gave) for this warp's dense tasks, the next one loaded while one is worked on, and
-  // rest(task) for others. All lanes of a warp make the same calls.
-  template <typename Load, typename Body, typename Rest>
-  __device__ __forceinline__ void run(Load load, Body body, Rest rest) const {
-    int32_t task = static_cast<int32_t>(threadIdx.x) / kWarpLanes;
-    if (kKind != Kind::kAny && task < dense) {
-      GroupAt at = dense_group(task);
-      auto loaded = load(at);
-#pragma unroll 1
-      while (true) {
-        task += kPeerWarps;
-        GroupAt here = at;
-        here.dense = true;
-        here.rotated = kKind == Kind::kHotRotated;
-        auto now = loaded;
-        if (task < dense) {
-          at = dense_group(task);
-          loaded = load(at);
-        }
-        body(here, now);
-        if (task >= dense) break;
-      }
-    }
-#pragma unroll 1
-    for (; task < tasks; task += kPeerWarps) rest(task);
-  }
+// A tile of one rank's segment as a block handles it at a step: encoded for its owner, summed up by it, or stored. In
+// shared memory, written by one thread.
+struct PeerPart {
+  GroupRange groups;
+  int64_t first_elem;
+  int64_t slot;    // offset in a slab of the tile written, or of the one that is stored
+  int64_t pushed;  // of a part that this rank sums up: of the tile that rank 0 pushed
+  int32_t room;    // groups that its slot has room for
+  int32_t params;  // from its codes to its parameters
+  int32_t full;    // groups that are whole
+  int32_t dense;   // tasks, so many groups side by side in a warp, that the quick loops may take: no lane lacks a group
+  int32_t tasks;   // all of them; the tensor's partial group is one alone, so that all lanes agree on whether to rotate
+  int32_t owner;
 };
+
+__device__ __forceinline__ int32_t groups_side_by_side(int32_t lanes_log2) { return kWarpLanes >> lanes_log2; }
+
+// Without the places in slabs.
+__device__ __forceinline__ PeerPart make_part(const PeerJob& job, int32_t owner, int64_t tile) {
+  const Codec& codec = job.site.plan.codec;
+  PeerPart part;
+  part.groups = tile_range(job.groups, job.segment, owner, tile, job.tile_groups);
+  part.first_elem = part.groups.begin * codec.group_elems;
+  part.room = static_cast<int32_t>(min_i64(job.tile_groups, job.segment - tile * job.tile_groups));
+  part.params = static_cast<int32_t>(params_offset(codec, part.room));
+  const bool partial = job.partial && part.groups.end == job.groups && part.groups.begin < part.groups.end;
+  part.full = static_cast<int32_t>(part.groups.end - part.groups.begin) - (partial ? 1 : 0);
+  const int32_t side = groups_side_by_side(lanes_log2_of(codec));
+  part.dense = reinterpret_cast<uintptr_t>(job.site.tensor) % 16 == 0 ? part.full / side : 0;
+  part.tasks = (part.full + side - 1) / side + (partial ? 1 : 0);
+  part.owner = owner;
+  return part;
+}
+
+// The groups of a task as the exact way takes them.
+template <Spread kSpread>
+__device__ __forceinline__ GroupAt group_of(const PeerJob& job, const PeerPart& part, const Lane<kSpread>& lane,
+                                            int32_t task) {
+  const Codec& codec = job.site.plan.codec;
+  const int32_t side = groups_side_by_side(lane.lanes_log2);
+  const int32_t mine = (static_cast<int32_t>(threadIdx.x) % kWarpLanes) >> lane.lanes_log2;
+  const int32_t first = task * side;
+  GroupAt at;
+  if (first < part.full) {
+    at.slot = first + mine;
+    at.elems = at.slot < part.full ? codec.group_elems : 0;
+    at.rotated = is_rotated(codec, codec.group_elems);
+    at.dense = first + side <= part.full && codec.group_elems == kLaneElems << lane.lanes_log2;
+  } else {
+    at.slot = part.full;
+    at.elems = mine == 0 ? group_elems_at(job.site.plan, job.groups - 1) : 0;
+  }
+  return at;
+}
+
+template <typename Byte>
+__device__ __forceinline__ TileView<Byte> part_view(Byte* slab, const PeerPart& part) {
+  return TileView<Byte>{slab + part.slot, slab + part.slot + part.params};
+}
 
 }  // namespace echo::cuda

@@ -70,7 +70,7 @@ static __device__ __noinline__ void tell_host(const WaitContext& context, const 
   words->theirs.magic = 0;
   if (fault.kind == FaultKind::kForeignTicket) {
     // One block of the peer sends its record, another may have sent the ticket: the record may still be on its way.
-    constexpr uint64_t kPatienceNanoseconds = 1000000;
+    constexpr uint64_t kPatienceNanoseconds = 50000000;
     const std::byte* slab = context.slabs[context.rank];
     const int32_t other = fault.rank == context.rank ? fault.peer : fault.rank;
     const auto parity = static_cast<int32_t>(context.record.call_number % kCallParities);

@@ -9,6 +9,8 @@
  *   -DABORT           any rank may fault at any step of the first call and poison everybody; all must leave, none may hang
  *   -DRESUME          after such a fault ranks go on with the next call, with the counters as they stand: must fail
  *   -DUNEQUAL         the last rank believes that the first call has one tile more: must end in a fault, no value may be accepted
+ *   -DKERNEL          a step as the CUDA kernel takes it: waits first, then push and reduce, both tickets after them, then tail
+ *   -DKERNEL_STORES_FIRST   as half of its lanes take it: tail first and a tile later; without either: as on the CPU
  *   -DNO_HASH         tickets without the hash of the call; with UNEQUAL: must fail
  */
 #ifndef P
@@ -40,17 +42,62 @@ inline poison_all() {
   od
 }
 
-/* Waits for the ticket of tile k in slot `at`; `faulted` afterwards if this rank must leave. A macro, since inlines take no arrays. */
-#define HERE(sequence, hash, at) (sequence[at] == k + 1 && hash[at] == expected_hash)
-#define WAIT_FOR(sequence, hash, at) \
+/* One tile of a ring between this rank and every other. Macros, since inlines take no arrays. `i` is the tile's number in the call. */
+#define EACH_OTHER(body) \
+  other = 0; \
+  do \
+  :: faulted || other == P -> break \
+  :: !faulted && other < P && other == me -> other++ \
+  :: !faulted && other < P && other != me -> body; other++ \
+  od
+#define TILE(i, body) \
+  if \
+  :: !faulted && (i) >= 0 && (i) < tiles -> k = first + (i); body \
+  :: else \
+  fi
+
+/* Until its ticket has come from everyone; `faulted` afterwards if this rank must leave. */
+#define HERE(ring, at) (ring##_sequence[at] == k + 1 && ring##_hash[at] == expected_hash)
+#define WAIT_FOR(ring, at) \
   do \
   :: poison[me] -> faulted = true; break \
-  :: !poison[me] && HERE(sequence, hash, at) -> break \
-  :: !poison[me] && sequence[at] >= k + 1 && !HERE(sequence, hash, at) -> poison_all(); faulted = true; break \
+  :: !poison[me] && HERE(ring, at) -> break \
+  :: !poison[me] && ring##_sequence[at] >= k + 1 && !HERE(ring, at) -> poison_all(); faulted = true; break \
   od
+#define WAIT(ring, i) TILE(i, EACH_OTHER(WAIT_FOR(ring, SLOT(me, other, k))))
+/* What has come. */
+#define READ(ring, i) TILE(i, EACH_OTHER(assert(ring##_value[SLOT(me, other, k)] == VALUE(call, (i)))))
+/* Values to everyone, and later their tickets. */
+#define WRITE(ring, i) TILE(i, EACH_OTHER(ring##_value[SLOT(other, me, k)] = VALUE(call, (i))))
+#define RELEASE(ring, i) \
+  TILE(i, EACH_OTHER(d_step { ring##_hash[SLOT(other, me, k)] = expected_hash; ring##_sequence[SLOT(other, me, k)] = k + 1 }))
+
+/* A step in the order of a composition, and how many steps a call has more than tiles. */
+#if defined(KERNEL)
+#define BEHIND 2
+#define STEP \
+  WAIT(push, step - 1); WAIT(gather, step - 2); \
+  WRITE(push, step); READ(push, step - 1); WRITE(gather, step - 1); \
+  RELEASE(push, step); RELEASE(gather, step - 1); \
+  READ(gather, step - 2)
+#elif defined(KERNEL_STORES_FIRST)
+#define BEHIND 3
+#define STEP \
+  WAIT(gather, step - 3); READ(gather, step - 3); \
+  WAIT(push, step - 1); \
+  WRITE(push, step); READ(push, step - 1); WRITE(gather, step - 1); \
+  RELEASE(push, step); RELEASE(gather, step - 1)
+#else
+#define BEHIND 2
+#define STEP \
+  WRITE(push, step); RELEASE(push, step); \
+  WAIT(push, step - 1); READ(push, step - 1); WRITE(gather, step - 1); RELEASE(gather, step - 1); \
+  WAIT(gather, step - 2); READ(gather, step - 2)
+#endif
 
 proctype Rank(byte me) {
-  byte call, tiles, step, peer, source, first, k, expected_hash;
+  byte call, peer, other, first, k, expected_hash;
+  short tiles, step;
   bool faulted;
   first = 0;
   call = 0;
@@ -67,74 +114,15 @@ proctype Rank(byte me) {
     expected_hash = HASH(call, tiles);
     step = 0;
     do
-    :: faulted || step == tiles + 2 -> break
-    :: !faulted && step < tiles + 2 ->
+    :: faulted || step == tiles + BEHIND -> break
+    :: !faulted && step < tiles + BEHIND ->
 #ifdef ABORT
       if
       :: call == 0 -> poison_all(); faulted = true
       :: true
       fi;
 #endif
-      /* push(step) */
-      if
-      :: !faulted && step < tiles ->
-        k = first + step;
-        source = 0;
-        do
-        :: source == P -> break
-        :: source < P && source == me -> source++
-        :: source < P && source != me ->
-          push_value[SLOT(source, me, k)] = VALUE(call, step);
-          d_step { push_hash[SLOT(source, me, k)] = expected_hash; push_sequence[SLOT(source, me, k)] = k + 1 };
-          source++
-        od
-      :: else
-      fi;
-      /* reduce(step - 1), gather(step - 1) */
-      if
-      :: !faulted && step >= 1 && step - 1 < tiles ->
-        k = first + step - 1;
-        source = 0;
-        do
-        :: faulted || source == P -> break
-        :: !faulted && source < P && source == me -> source++
-        :: !faulted && source < P && source != me ->
-          WAIT_FOR(push_sequence, push_hash, SLOT(me, source, k));
-          if
-          :: !faulted -> assert(push_value[SLOT(me, source, k)] == VALUE(call, step - 1))
-          :: else
-          fi;
-          source++
-        od;
-        source = 0;
-        do
-        :: faulted || source == P -> break
-        :: !faulted && source < P && source == me -> source++
-        :: !faulted && source < P && source != me ->
-          gather_value[SLOT(source, me, k)] = VALUE(call, step - 1);
-          d_step { gather_hash[SLOT(source, me, k)] = expected_hash; gather_sequence[SLOT(source, me, k)] = k + 1 };
-          source++
-        od
-      :: else
-      fi;
-      /* tail(step - 2) */
-      if
-      :: !faulted && step >= 2 ->
-        k = first + step - 2;
-        source = 0;
-        do
-        :: faulted || source == P -> break
-        :: !faulted && source < P && source == me -> source++
-        :: !faulted && source < P && source != me ->
-          WAIT_FOR(gather_sequence, gather_hash, SLOT(me, source, k));
-          if
-          :: !faulted -> assert(gather_value[SLOT(me, source, k)] == VALUE(call, step - 2))
-          :: else
-          fi;
-          source++
-        od
-      :: else
-      fi;
+      STEP;
       step++
     od;
 #ifdef RESUME

@@ -27,6 +27,7 @@ struct StageCase {
   int64_t offset_elems = 0;  // of the tensors, from a 16-byte boundary
   bool rescale = false;
   std::vector<bool> first_site;
+  bool plain_sites = false;  // every other site has numbers for which the kernels' quick loops are made
 };
 
 // Where everything of a case lies in its memory image.
@@ -73,11 +74,12 @@ inline float awkward_value(Random& random, int kind) {
   return kind == 8 && random() % 3 == 0 ? 0.0f : kind == 8 ? std::abs(x) : x;
 }
 
-inline void fill_tensor(const Plan& plan, Random& random, std::byte* out) {
+// `plain`: see StageCase::plain_sites.
+inline void fill_tensor(const Plan& plan, Random& random, std::byte* out, bool plain = false) {
   constexpr float kSpecials[] = {INFINITY, -INFINITY, NAN, -0.0f};
   const float constant = awkward_value(random, 4);
   for (int64_t i = 0, kind = 9; i < plan.numel; ++i) {
-    if (i % plan.codec.group_elems == 0) kind = random() % 24;
+    if (i % plan.codec.group_elems == 0 && !plain) kind = random() % 24;
     float x = kind == 10 ? constant : awkward_value(random, static_cast<int>(kind));
     if (kind == 11 && random() % 64 == 0) x = kSpecials[random() % 4];
     const uint16_t half = plan.dtype == DType::kBFloat16 ? to_bfloat16(x) : to_float16(x);
@@ -121,6 +123,29 @@ inline StageCase random_case(Random& random) {
   c.offset_elems = random() % 2 == 0 ? 0 : random() % 9;
   c.rescale = random() % 3 == 0;
   c.first_site = {true, false, random() % 4 == 0, false};
+  return c;
+}
+
+// A plan for which there is a kernel with quick loops.
+inline StageCase quick_case(Random& random, int ranks) {
+  StageCase c;
+  Plan& plan = c.plan;
+  plan.world_size = ranks;
+  plan.dtype = pick(random, {DType::kBFloat16, DType::kFloat16});
+  plan.codec.group_elems = pick(random, {128, 128, 32, 64, 256, 1024});
+  plan.codec.quantizer = pick(random, {Quantizer::kAsymmetric, Quantizer::kZeroAware});
+  plan.codec.scale_dtype = pick(random, {ScaleDType::kBFloat16, ScaleDType::kFloat16});
+  plan.codec.rotation_log2 = pick(random, {0, 0, 5, __builtin_ctz(plan.codec.group_elems)});
+  plan.codec.bits = pick(random, {4, 4, 4, 8});
+  if (plan.codec.bits == 4 && random() % 6 != 0) {
+    plan.feedback = make_feedback(pick(random, {Residual::kLocal, Residual::kGroup}),
+                                  pick(random, {StateDType::kInt8, StateDType::kBFloat16}), 0.75,
+                                  pick(random, {0.35, 0.0}), 0.7, 0.3);
+  }
+  plan.numel = plan.codec.group_elems * (100 + random() % 100) + random() % 3 * 8;
+  c.first_site = {true, false, false, false};
+  c.tile_groups = segment_groups(plan);
+  c.plain_sites = true;
   return c;
 }
 

@@ -1,7 +1,7 @@
 // The one-kernel composition over peer memory against the CPU stages, byte for byte: the ranks of this process are
 // spread over the devices there are, with few lanes each so that the kernels of all ranks fit a device together.
 //
-//   cuda_peer_test [plans = 300] [seed = 1] [share = 1]
+//   cuda_peer_test [plans = 300] [seed = 1] [share = 1] [part of a test's name]
 //
 // share: large tensors, and the lanes they go over, are smaller by as much. Needs no torch; built like
 // cuda_stages_test.cu, with backend/cuda/peer_*.cu and backend/core/fault_text.cpp.
@@ -189,7 +189,10 @@ bool check_case(const StageCase& whole, World& world, Random& random) {
   Memories memories = allocate(c);
   for (size_t site = 0; site < whole.first_site.size(); ++site) {
     c.plan.first_site = whole.first_site[site];
-    for (int rank = 0; rank < layout.ranks; ++rank) fill_tensor(c.plan, random, image.data() + layout.tensor_of(rank));
+    const bool plain = c.plain_sites && site % 2 == 1;
+    for (int rank = 0; rank < layout.ranks; ++rank) {
+      fill_tensor(c.plan, random, image.data() + layout.tensor_of(rank), plain);
+    }
     send(c, layout, image, memories);
     for (auto& memory : memories) {
       check_cuda(cudaSetDevice(memory->rank % device_count()));
@@ -221,6 +224,16 @@ ECHO_TEST(peer_and_cpu_write_the_same_bytes) {
         if (bad != 0) break;
       }
     }
+  }
+}
+
+ECHO_TEST(quick_loops_and_cpu_write_the_same_bytes) {
+  Random random(g_seed);
+  bool same = true;
+  for (const int ranks : {2, 3}) {
+    World world(ranks, 2, 4352);
+    for (int i = 0; i < g_plans / (ranks == 2 ? 2 : 8) && same; ++i)
+      same = check_case(quick_case(random, ranks), world, random);
   }
 }
 
@@ -351,7 +364,9 @@ int main(int argc, char** argv) {
   if (argc > 2) g_seed = static_cast<unsigned>(std::atoi(argv[2]));
   if (argc > 3) g_share = std::atoi(argv[3]);
   let_devices_meet();
+  const std::string wanted = argc > 4 ? argv[4] : "";
   for (const auto& test : echo::testing::cases()) {
+    if (std::string(test.name).find(wanted) == std::string::npos) continue;
     const int before = echo::testing::failures();
     test.run();
     std::cout << (echo::testing::failures() == before ? "ok   " : "FAIL ") << test.name << "\n" << std::flush;

@@ -1,0 +1,106 @@
+// A lane's side of the protocol: which tiles it has, where they lie, what it waits for and what it hands over.
+#pragma once
+
+#include "peer_call.cuh"
+
+namespace echo::cuda {
+
+// Warps of a block that wait and release, one thread per peer: different ones, so that they do so side by side.
+constexpr int kPushWaitWarp = 0;
+constexpr int kGatherWaitWarp = 1;
+constexpr int kReleaseWarp = 2;
+
+// The parts of a step, by turn: this rank's own first, then those of its peers in an order of its own, so that not all
+// ranks write to the same one.
+struct StepParts {
+  PeerPart encoded[kMaxPeerRanks];
+  PeerPart stored[kMaxPeerRanks];
+};
+
+// Equal in all threads of the block.
+struct PeerLane {
+  const PeerJob& job;
+  const WaitContext& context;
+  const OpenCall& call;
+  StepParts* steps;  // two, in shared memory: a warp may still store one step when another prepares the next
+  int32_t tiles;     // of this lane
+
+  __device__ __forceinline__ int32_t slot(int32_t i) const {
+    return static_cast<int32_t>((call.first + static_cast<uint64_t>(i)) % kRingSlots);
+  }
+  __device__ __forceinline__ uint64_t ticket(int32_t i) const {
+    return ticket_of(static_cast<uint32_t>(call.first + static_cast<uint64_t>(i)), call.hash);
+  }
+  __device__ __forceinline__ int64_t tile(int32_t i) const { return blockIdx.x + static_cast<int64_t>(i) * gridDim.x; }
+  __device__ __forceinline__ int32_t rank_at(int32_t turn) const {
+    const int32_t rank = job.site.plan.rank + turn;
+    return rank < job.shape.world_size ? rank : rank - job.shape.world_size;
+  }
+  // This lane's slot of what `source` sends in a stage, in anyone's slab.
+  __device__ __forceinline__ int64_t slot_at(Stage stage, int32_t source, int32_t i) const {
+    return slot_offset(job.shape, static_cast<int32_t>(blockIdx.x), stage, source, slot(i));
+  }
+  __device__ __forceinline__ int64_t flag_at(Stage stage, int32_t source, int32_t i) const {
+    return flag_offset(job.shape, static_cast<int32_t>(blockIdx.x), stage, source, slot(i));
+  }
+  __device__ __forceinline__ bool has(int32_t i) const { return i >= 0 && i < tiles; }
+
+  // Before step `step`, which stores tile `last`. By one thread per rank.
+  __device__ __forceinline__ void prepare(int32_t step, int32_t last) const {
+    const auto turn = static_cast<int32_t>(threadIdx.x);
+    if (turn >= job.shape.world_size) return;
+    const int32_t self = job.site.plan.rank;
+    const int32_t owner = rank_at(turn);
+    StepParts& parts = steps[step % 2];
+    PeerPart& encoded = parts.encoded[turn];
+    const int32_t i = turn == 0 ? step - kLookAhead : step;
+    if (has(i)) {
+      encoded = make_part(job, owner, tile(i));
+      encoded.slot = slot_at(turn == 0 ? Stage::kGather : Stage::kPush, self, i);
+      encoded.pushed = slot_at(Stage::kPush, 0, i);
+    } else {
+      encoded.tasks = 0;
+    }
+    PeerPart& stored = parts.stored[turn];
+    if (has(last)) {
+      stored = make_part(job, owner, tile(last));
+      stored.slot = slot_at(Stage::kGather, owner, last);
+    } else {
+      stored.tasks = 0;
+    }
+  }
+
+  // One warp: until tile i of a stage has come from every peer; false after a fault.
+  __device__ __forceinline__ bool wait_for(Stage stage, int32_t i) const {
+    for (int32_t source = threadIdx.x % kWarpLanes; source < job.shape.world_size; source += kWarpLanes) {
+      if (source == job.site.plan.rank) continue;
+      if (!wait_for_ticket(context, source, stage, flag_at(stage, source, i), ticket(i))) return false;
+    }
+    return true;
+  }
+
+  // Pre: the block has written what it encodes at this step, and met at a barrier. By one warp.
+  __device__ __forceinline__ void hand_over(int32_t step) const {
+    const int32_t self = job.site.plan.rank;
+    const int32_t ranks = job.shape.world_size;
+    for (int32_t k = threadIdx.x % kWarpLanes; k < 2 * ranks; k += kWarpLanes) {
+      const int32_t peer = k < ranks ? k : k - ranks;
+      const Stage stage = k < ranks ? Stage::kPush : Stage::kGather;
+      const int32_t i = k < ranks ? step : step - kLookAhead;
+      if (peer != self && has(i))
+        store_release_sys(word_at(job.slabs[peer], flag_at(stage, self, i)), ticket(i));  // P1
+    }
+  }
+
+  // Until what a step works on is here; the same answer for the whole block, false after a fault. A negative tile is
+  // none.
+  __device__ __forceinline__ bool wait_for_both(int32_t pushed, int32_t gathered) const {
+    bool here = true;
+    const auto warp = static_cast<int>(threadIdx.x / kWarpLanes);
+    if (warp == kPushWaitWarp && has(pushed)) here = wait_for(Stage::kPush, pushed);
+    if (warp == kGatherWaitWarp && has(gathered)) here = wait_for(Stage::kGather, gathered);
+    return __syncthreads_or(!here) == 0;
+  }
+};
+
+}  // namespace echo::cuda
