@@ -11,7 +11,7 @@
 // A thread gives way where it pauses, looks at a word that others write at system scope, or does an atomic operation.
 // ECHO_EMULATION_SEED (default 1) chooses another order of all that.
 // Memory is the host's, sequentially consistent: orders that a GPU would allow besides are not seen here, except by
-// ThreadSanitizer, which is told what each operation of CUDA orders and what it does not.
+// ThreadSanitizer, which is told what CUDA's operations order, and for some of them more than that.
 #pragma once
 
 #include <cstddef>

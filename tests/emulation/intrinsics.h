@@ -92,8 +92,8 @@ inline void __nanosleep(unsigned) { emulation::give_way(); }
 
 // ---- memory -------------------------------------------------------------------------------------------------------
 
-// A fence takes part in the order of all fences: more than CUDA promises, so that ThreadSanitizer, which knows no
-// fences, reports nothing that is right.
+// A fence takes part in the order of all fences, and atomic operations acquire and release: more than CUDA promises, so
+// that ThreadSanitizer, which knows no fences, reports nothing that is right.
 inline constexpr char kEveryFence = 0;
 
 inline void __threadfence() {
@@ -106,7 +106,7 @@ inline void __threadfence_block() { __threadfence(); }
 template <typename T>
 T atomicAdd(T* at, std::type_identity_t<T> value) {
   emulation::give_way();
-  return std::atomic_ref<T>(*at).fetch_add(value, std::memory_order_relaxed);
+  return std::atomic_ref<T>(*at).fetch_add(value, std::memory_order_acq_rel);
 }
 template <typename T>
 T atomicAdd_system(T* at, std::type_identity_t<T> value) {
@@ -116,13 +116,13 @@ T atomicAdd_system(T* at, std::type_identity_t<T> value) {
 template <typename T>
 T atomicExch(T* at, std::type_identity_t<T> value) {
   emulation::give_way();
-  return std::atomic_ref<T>(*at).exchange(value, std::memory_order_relaxed);
+  return std::atomic_ref<T>(*at).exchange(value, std::memory_order_acq_rel);
 }
 
 template <typename T>
 T atomicCAS(T* at, std::type_identity_t<T> expected, std::type_identity_t<T> value) {
   emulation::give_way();
-  std::atomic_ref<T>(*at).compare_exchange_strong(expected, value, std::memory_order_relaxed);
+  std::atomic_ref<T>(*at).compare_exchange_strong(expected, value, std::memory_order_acq_rel);
   return expected;
 }
 
@@ -131,7 +131,7 @@ T atomicMax(T* at, std::type_identity_t<T> value) {
   emulation::give_way();
   const std::atomic_ref<T> word(*at);
   T seen = word.load(std::memory_order_relaxed);
-  while (seen < value && !word.compare_exchange_weak(seen, value, std::memory_order_relaxed)) {
+  while (seen < value && !word.compare_exchange_weak(seen, value, std::memory_order_acq_rel)) {
   }
   return seen;
 }

@@ -11,8 +11,9 @@
 namespace emulation {
 namespace {
 
-// Resident at once of a launch: more than the peer kernels of the tests have, whose blocks wait for each other.
-constexpr size_t kMostBlocks = 64;
+// Resident at once of a launch: more than the peer kernels of the tests have, whose blocks wait for each other, and few
+// enough for ThreadSanitizer, which knows 8128 threads.
+constexpr size_t kMostBlocks = 24;
 // Nothing of the tests takes so long; a kernel that looks for ever without a timeout does.
 constexpr uint64_t kMostRounds = 200'000'000;
 
@@ -82,6 +83,7 @@ bool run_block(Block& block) {
 
 void end_block(Block& block) {
   acquire(&block);
+  give_back_threads(block);
   for (const SharedVariable& one : block.shared) std::free(one.memory);
 }
 

@@ -7,6 +7,10 @@
 #include <utility>
 
 #if defined(ECHO_EMULATION_TSAN)
+extern "C" void AnnotateIgnoreReadsBegin(const char* file, int line);
+extern "C" void AnnotateIgnoreReadsEnd(const char* file, int line);
+extern "C" void AnnotateIgnoreWritesBegin(const char* file, int line);
+extern "C" void AnnotateIgnoreWritesEnd(const char* file, int line);
 extern "C" void __tsan_acquire(void* address);
 extern "C" void __tsan_release(void* address);
 #endif
@@ -74,7 +78,6 @@ void leave_for_good(Thread& me) {
   release(&block);
   me.warp->alive &= ~(1u << me.lane);
   if (--block.alive != 0 && block.arrived == block.alive) complete_barrier(block);
-  g_idle.push_back(&me);
   leave(me);
 }
 
@@ -99,6 +102,14 @@ Thread* take_thread() {
   Thread* thread = g_idle.back();
   g_idle.pop_back();
   return thread;
+}
+
+void give_back_threads(const Block& block) {
+  for (const Warp& warp : block.warps) {
+    for (Thread* thread : warp.threads) {
+      if (thread != nullptr) g_idle.push_back(thread);
+    }
+  }
 }
 
 void run_warp(Warp& warp) {
@@ -157,7 +168,9 @@ uint64_t collect(Collective kind, uint32_t mask, uint64_t value, int source, Loc
   if ((mask >> me.lane & 1) == 0) fail_in(me, "is not named by its own mask");
   if ((mask & ~warp.alive) != 0) fail_in(me, "names lanes that have left, or never were");
   if ((mask & warp.at_barrier) != 0) fail_in(me, "names lanes that wait at a barrier of the block");
-  if (kind == Collective::kOrder) release(&warp);
+  // All kinds, where CUDA promises it of __syncwarp alone: a load whose value went into a collective is over after it,
+  // and ThreadSanitizer cannot be told of loads apart from stores.
+  release(&warp);
   warp.collecting |= 1u << me.lane;
   if ((warp.collecting & mask) == mask) {
     complete_collective(warp, me);
@@ -166,7 +179,7 @@ uint64_t collect(Collective kind, uint32_t mask, uint64_t value, int source, Loc
   } else {
     leave(me);
   }
-  if (kind == Collective::kOrder) acquire(&warp);
+  acquire(&warp);
   return me.result;
 }
 
@@ -207,7 +220,26 @@ int lane() { return self().lane; }
 
 // ---- the rest -------------------------------------------------------------------------------------------------------
 
+namespace {
+
+// While it lives, ThreadSanitizer ignores what this thread does: what one thread of a block allocates, all may use.
+struct UnseenBySanitizer {
+#if defined(ECHO_EMULATION_TSAN)
+  UnseenBySanitizer() {
+    AnnotateIgnoreReadsBegin(__FILE__, __LINE__);
+    AnnotateIgnoreWritesBegin(__FILE__, __LINE__);
+  }
+  ~UnseenBySanitizer() {
+    AnnotateIgnoreWritesEnd(__FILE__, __LINE__);
+    AnnotateIgnoreReadsEnd(__FILE__, __LINE__);
+  }
+#endif
+};
+
+}  // namespace
+
 void* shared_variable(size_t bytes, size_t alignment, Location at) {
+  [[maybe_unused]] const UnseenBySanitizer unseen;
   std::vector<SharedVariable>& all = self().block->shared;
   for (const SharedVariable& one : all) {
     if (one.at.line() == at.line() && one.at.column() == at.column() &&

@@ -59,6 +59,8 @@ struct Block {
 
 // One that runs no kernel; once its fiber is switched to, it executes the kernel of its block.
 Thread* take_thread();
+// All threads of a block that none of them runs any more.
+void give_back_threads(const Block& block);
 // From the host until no thread of the warp is ready.
 void run_warp(Warp& warp);
 void set_host_fiber();
