@@ -13,6 +13,7 @@ struct OpenCall {
   uint64_t first;  // the lane's sequence number of its first tile
   int32_t rescale_log2;
   uint32_t largest;  // bits of max|x| over all ranks
+  bool publishes;    // this block tells the peers of the call
 };
 
 // This rank's record to everyone (P2), by one lane.
@@ -53,14 +54,18 @@ __device__ __forceinline__ bool begin_call(const PeerJob& job, WaitContext& cont
   context.record.call_number = job.group->call_number;
   context.record.exact_calls += job.group->exact_calls;
   if (job.rescale) context.record.max_magnitude = job.group->record.max_magnitude;
-  call = OpenCall{
-      .hash = ticket_hash(context.record), .first = job.sequences[blockIdx.x], .rescale_log2 = 0, .largest = 0};
+  call = OpenCall{.hash = ticket_hash(context.record),
+                  .first = job.sequences[blockIdx.x],
+                  .rescale_log2 = 0,
+                  .largest = 0,
+                  .publishes = blockIdx.x == 0};
   if (const uint64_t word = fault_word(context); word != 0) {
     pass_on_fault(context, word);
     return false;
   }
   // Calls of a group follow each other on the device; a replay on a stream that nobody ordered may not.
   if (blockIdx.x == 0 && atomicExch(&job.group->in_use, 1u) != 0) {
+    call.publishes = false;  // the record there is that of the call that it overlaps
     raise_fault(context, FaultRecord{.kind = FaultKind::kOverlap});
     return false;
   }
@@ -69,8 +74,10 @@ __device__ __forceinline__ bool begin_call(const PeerJob& job, WaitContext& cont
 
 __device__ __forceinline__ bool open_peer_call(const PeerJob& job, WaitContext& context, OpenCall& call) {
   const bool begun = threadIdx.x != 0 || begin_call(job, context, call);
-  if (__syncthreads_or(!begun) != 0) return false;
-  if (blockIdx.x == 0) publish_record(job, context.record);
+  const bool stopped = __syncthreads_or(!begun) != 0;
+  // After a fault too, so that a peer that met another call can say which.
+  if (call.publishes) publish_record(job, context.record);
+  if (stopped) return false;
   if (!job.rescale) return true;
   if (__syncthreads_or(!agree_on_rescale(job, context, call)) != 0) return false;
   if (threadIdx.x == 0) call.rescale_log2 = rescale_exponent(call.largest);
