@@ -16,6 +16,8 @@ class _CpuForCuda(TorchFunctionMode):
         kwargs = dict(kwargs or {})
         if "cuda" in str(kwargs.get("device")):
             kwargs["device"] = "cpu"
+        if function is torch.Tensor.cuda:
+            return args[0]
         result = function(*args, **kwargs)
         if function is torch.Tensor.type and isinstance(result, str):
             return result.replace("torch.", "torch.cuda.")
