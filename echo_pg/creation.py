@@ -187,7 +187,7 @@ def _make_gloo(place: Place, role: str, _: Any) -> Any:
     gloo = dist.ProcessGroupGloo(store, place.rank, place.size, timeout=place.timeout)
     gloo.options.global_ranks_in_group = place.global_ranks
     gloo.options.group_name = _inner_name(place, role)
-    gloo._set_sequence_number_for_group()
+    _start_sequence_numbers(gloo)
     return gloo
 
 
@@ -210,8 +210,17 @@ def _make_nccl(place: Place, role: str, inner_options: Any) -> Any:
         chosen.split_from = place.split_from
         chosen.split_color = dist.distributed_c10d._process_group_color(place.global_ranks)
     backend = nccl(dist.PrefixStore(f"{role}/cuda", place.store), place.rank, place.size, chosen)
-    backend._set_sequence_number_for_group()
+    _start_sequence_numbers(backend)
     return backend
+
+
+def _start_sequence_numbers(backend: Any) -> None:
+    """What torch does after it has made a Gloo or NCCL group. From 2.14 on they start by themselves, and the call is a
+    warning."""
+    import torch
+
+    if torch.__version__ < (2, 14):
+        backend._set_sequence_number_for_group()
 
 
 def _inner_name(place: Place, role: str) -> str:

@@ -176,4 +176,52 @@ std::unordered_map<std::string, uint64_t> ProcessGroupEcho::getMemoryStats() {
 }
 #endif
 
+#if ECHO_TORCH_AT_LEAST(14)
+// Not left to the defaults: those of two backends that call each other's older names share one guard against endless
+// recursion, and gather_single has no older name that an inner backend of torch implements.
+WorkPtr ProcessGroupEcho::all_gather_single(at::Tensor& output, at::Tensor& input,
+                                            const c10d::AllgatherOptions& options) {
+  return forward(input.device().type(), [&](auto& inner) { return inner.all_gather_single(output, input, options); });
+}
+
+WorkPtr ProcessGroupEcho::all_gather_single_coalesced(Tensors& outputs, Tensors& inputs,
+                                                      const c10d::AllgatherOptions& options) {
+  return forward(device_of(inputs, main_device()),
+                 [&](auto& inner) { return inner.all_gather_single_coalesced(outputs, inputs, options); });
+}
+
+WorkPtr ProcessGroupEcho::gather_single(at::Tensor& output, at::Tensor& input, const c10d::GatherOptions& options) {
+  return forward(input.device().type(), [&](auto& inner) { return inner.gather_single(output, input, options); });
+}
+
+WorkPtr ProcessGroupEcho::reduce_scatter_single(at::Tensor& output, at::Tensor& input,
+                                                const c10d::ReduceScatterOptions& options) {
+  return forward(input.device().type(),
+                 [&](auto& inner) { return inner.reduce_scatter_single(output, input, options); });
+}
+
+WorkPtr ProcessGroupEcho::reduce_scatter_single_coalesced(Tensors& outputs, Tensors& inputs,
+                                                          const c10d::ReduceScatterOptions& options) {
+  return forward(device_of(inputs, main_device()),
+                 [&](auto& inner) { return inner.reduce_scatter_single_coalesced(outputs, inputs, options); });
+}
+
+WorkPtr ProcessGroupEcho::all_to_all_single(at::Tensor& output, at::Tensor& input, std::vector<int64_t>& output_sizes,
+                                            std::vector<int64_t>& input_sizes, const c10d::AllToAllOptions& options) {
+  return forward(input.device().type(), [&](auto& inner) {
+    return inner.all_to_all_single(output, input, output_sizes, input_sizes, options);
+  });
+}
+
+void ProcessGroupEcho::addEphemeralTimeout(const std::chrono::milliseconds& timeout) {
+  for (const auto& [type, backend] : inner_) backend->addEphemeralTimeout(timeout);
+}
+
+void ProcessGroupEcho::registerAbortHook(int64_t hook_id, c10d::AbortHook hook) {
+  open_inner(main_device()).registerAbortHook(hook_id, std::move(hook));
+}
+
+void ProcessGroupEcho::unregisterAbortHook(int64_t hook_id) { open_inner(main_device()).unregisterAbortHook(hook_id); }
+#endif
+
 }  // namespace echo::pg

@@ -171,6 +171,22 @@ class ProcessGroupEcho : public c10d::Backend {
   void resume() override;
   std::unordered_map<std::string, uint64_t> getMemoryStats() override;
 #endif
+#if ECHO_TORCH_AT_LEAST(14)
+  // The names that torch prefers from now on; it gives each older name the newer one as its default and the reverse.
+  WorkPtr all_gather_single(at::Tensor& output, at::Tensor& input, const c10d::AllgatherOptions& options) override;
+  WorkPtr all_gather_single_coalesced(Tensors& outputs, Tensors& inputs,
+                                      const c10d::AllgatherOptions& options) override;
+  WorkPtr gather_single(at::Tensor& output, at::Tensor& input, const c10d::GatherOptions& options) override;
+  WorkPtr reduce_scatter_single(at::Tensor& output, at::Tensor& input,
+                                const c10d::ReduceScatterOptions& options) override;
+  WorkPtr reduce_scatter_single_coalesced(Tensors& outputs, Tensors& inputs,
+                                          const c10d::ReduceScatterOptions& options) override;
+  WorkPtr all_to_all_single(at::Tensor& output, at::Tensor& input, std::vector<int64_t>& output_sizes,
+                            std::vector<int64_t>& input_sizes, const c10d::AllToAllOptions& options) override;
+  void addEphemeralTimeout(const std::chrono::milliseconds& timeout) override;
+  void registerAbortHook(int64_t hook_id, c10d::AbortHook hook) override;
+  void unregisterAbortHook(int64_t hook_id) override;
+#endif
 
  private:
   struct CallOptions {
