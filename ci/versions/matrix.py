@@ -131,9 +131,10 @@ def compile_only(row: Row) -> None:
     row.installed, row.outcome = "headers alone", f"{count} sources compile"
 
 
-def chosen_rows(versions: Sequence[str], run_all: bool) -> list[Row]:
-    rows = [row for row in ROWS if not versions or row.torch in versions]
-    rows += [Row(version, "3.11", "compile") for version in versions if version not in {row.torch for row in rows}]
+def chosen_rows(versions: Sequence[str], python: str | None, run_all: bool) -> list[Row]:
+    rows = [row for row in ROWS if (not versions or row.torch in versions) and python in (None, row.python)]
+    unknown = [version for version in versions if version not in {row.torch for row in rows}]
+    rows += [Row(version, python or "3.11", "compile") for version in unknown]
     if run_all:
         for row in rows:
             row.how = "run"
@@ -150,18 +151,17 @@ def table(rows: list[Row]) -> str:
     return "\n".join(lines)
 
 
-def record(rows: list[Row]) -> None:
-    """Put these rows into the record, in place of earlier ones of the same torch and Python."""
+def record(row: Row) -> None:
+    """Put this row into the record, in place of an earlier one of the same torch and Python."""
     git = ("git", "rev-parse", "--short", "HEAD")
     made = {"date": date.today().isoformat(), "commit": call(*git).strip(), "cores": len(os.sched_getaffinity(0))}
     known = json.loads(RECORD.read_text())["rows"] if RECORD.exists() else []
-    new = [asdict(row) | {"build_s": round(row.build_s), "smoke_s": round(row.smoke_s)} | made for row in rows]
-    replaced = {(row.torch, row.python) for row in rows}
-    new += [row for row in known if (row["torch"], row["python"]) not in replaced]
+    rows = [other for other in known if (other["torch"], other["python"]) != (row.torch, row.python)]
+    rows.append(asdict(row) | {"build_s": round(row.build_s), "smoke_s": round(row.smoke_s)} | made)
     facts = {
         "what": "ci/matrix: built and run on two ranks of the CPU, or compiled against the headers of the version",
         "repeat_with": "ci/matrix --record",
-        "rows": sorted(new, key=lambda row: [int(part) for part in f"{row['torch']}.{row['python']}".split(".")]),
+        "rows": sorted(rows, key=lambda row: [int(part) for part in f"{row['torch']}.{row['python']}".split(".")]),
     }
     RECORD.write_text(json.dumps(facts, indent=2) + "\n")
 
@@ -169,10 +169,11 @@ def record(rows: list[Row]) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="ci/matrix")
     parser.add_argument("versions", nargs="*")
+    parser.add_argument("--python", help="only the rows of this Python, as 3.11")
     parser.add_argument("--run", action="store_true", help="build and run the rows that are compiled otherwise")
     parser.add_argument("--record", action="store_true", help="write the rows into ci/baseline/matrix.json")
     arguments = parser.parse_args()
-    rows = chosen_rows(arguments.versions, arguments.run)
+    rows = chosen_rows(arguments.versions, arguments.python, arguments.run)
     failed = 0
     for row in rows:
         print(f"== torch {row.torch}, Python {row.python}: {row.how}", flush=True)
@@ -182,9 +183,9 @@ def main() -> int:
             failed += 1
             row.outcome = "FAILED"
             print(error, flush=True)
+        if arguments.record:  # each at once, so that a run that is cut short has said what it knows
+            record(row)
     print(table(rows))
-    if arguments.record:
-        record(rows)
     return 1 if failed else 0
 
 
