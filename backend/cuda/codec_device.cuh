@@ -169,6 +169,15 @@ static __device__ __forceinline__ void store_encoded(const Lane<kSpread>& lane, 
   }
 }
 
+template <int kBits, Spread kSpread>
+static __device__ __forceinline__ Encoded<kBits> encode_on(const Lane<kSpread>& lane, const float (&x)[kLaneElems],
+                                                           const Grid& grid) {
+  Encoded<kBits> encoded;
+  encoded.params = grid.params.scale_bits | static_cast<uint32_t>(grid.params.zero_bits) << 16;
+  encode_elements<kBits>(lane, x, grid.grid, encoded.codes);
+  return encoded;
+}
+
 // Encodes x, whose extremes are given; codes of absent elements are 0.
 template <int kBits, Spread kSpread>
 static __device__ __forceinline__ Encoded<kBits> encode_group(const Lane<kSpread>& lane, const GroupAt& at,
@@ -176,9 +185,7 @@ static __device__ __forceinline__ Encoded<kBits> encode_group(const Lane<kSpread
   // Rounding is monotonic: the extremes times 2^k are the extremes of the products.
   const Extremes scaled{extremes.lo * lane.scale_up, extremes.hi * lane.scale_up};
   const Grid grid = make_grid<kBits>(scaled, lane.site.plan.codec, lane.is_signed, lane.sure_steps);
-  Encoded<kBits> encoded;
-  encoded.params = grid.params.scale_bits | static_cast<uint32_t>(grid.params.zero_bits) << 16;
-  encode_elements<kBits>(lane, x, grid.grid, encoded.codes);
+  Encoded<kBits> encoded = encode_on<kBits>(lane, x, grid);
   if (at.dense) return encoded;
 #pragma unroll
   for (int part = 0; part < kLaneChunks; ++part) {

@@ -109,6 +109,12 @@ static __device__ __forceinline__ int32_t lanes_log2_of(const Codec& codec) {
   return 32 - __clz((codec.group_elems + kLaneElems - 1) / kLaneElems - 1);
 }
 
+// How many groups a warp holds, and which of them this thread's is.
+static __device__ __forceinline__ int32_t groups_side_by_side(int32_t lanes_log2) { return kWarpLanes >> lanes_log2; }
+static __device__ __forceinline__ int32_t group_in_task(int32_t lanes_log2) {
+  return (static_cast<int32_t>(threadIdx.x) % kWarpLanes) >> lanes_log2;
+}
+
 template <Spread kSpread>
 static __device__ __forceinline__ Lane<kSpread> make_lane(const Site& site, const StateLayout& state_layout,
                                                           int64_t first_group, int32_t rescale_log2) {

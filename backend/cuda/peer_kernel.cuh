@@ -53,7 +53,7 @@ __device__ __forceinline__ int32_t walk_tiles(const Tasks& lane) {
   return lane.tiles;
 }
 
-template <DType kDType, int kBits, StateKind kState, Updates kUpdates, int kAverages, bool kPair, Kind kKind>
+template <DType kDType, int kBits, StateKind kState, Residual kResidual, int kAverages, bool kPair, Kind kKind>
 __global__ void __launch_bounds__(kPeerThreads, peer_blocks(kState, kKind))
     peer_kernel(const __grid_constant__ PeerJob job) {
   __shared__ WaitContext context;
@@ -63,7 +63,7 @@ __global__ void __launch_bounds__(kPeerThreads, peer_blocks(kState, kKind))
   int32_t stored = 0;
   const PeerLane lane{job, context, call, steps, tiles};
   if (open_peer_call(job, context, call)) {
-    stored = walk_tiles(LaneTasks<kDType, kBits, kState, kUpdates, kAverages, kPair, kKind>(lane));
+    stored = walk_tiles(LaneTasks<kDType, kBits, kState, kResidual, kAverages, kPair, kKind>(lane));
   }
   if (stored < tiles) {
     fill_lane_with_nan<kDType>(job, lane.tile(stored < 0 ? 0 : stored));

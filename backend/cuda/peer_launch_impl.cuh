@@ -16,20 +16,20 @@ struct KernelChoice {
   Kind kind;
 };
 
-// Calls body.template operator()<kState, kUpdates, kAverages>() for a state that there is.
+// Calls body.template operator()<kState, kResidual, kAverages>() for a state that there is.
 template <typename Body>
 PeerKernel with_state(const KernelChoice& choice, Body body) {
-  const auto with_averages = [&]<StateKind kState, Updates kUpdates>() {
-    return choice.two_averages ? body.template operator()<kState, kUpdates, 2>()
-                               : body.template operator()<kState, kUpdates, 1>();
+  const auto with_averages = [&]<StateKind kState, Residual kResidual>() {
+    return choice.two_averages ? body.template operator()<kState, kResidual, 2>()
+                               : body.template operator()<kState, kResidual, 1>();
   };
   const bool local = choice.residual == Residual::kLocal;
   if (choice.state == StateKind::kInt8) {
-    return local ? with_averages.template operator()<StateKind::kInt8, Updates::kLocal>()
-                 : with_averages.template operator()<StateKind::kInt8, Updates::kGroup>();
+    return local ? with_averages.template operator()<StateKind::kInt8, Residual::kLocal>()
+                 : with_averages.template operator()<StateKind::kInt8, Residual::kGroup>();
   }
-  return local ? with_averages.template operator()<StateKind::kWide, Updates::kLocal>()
-               : with_averages.template operator()<StateKind::kWide, Updates::kGroup>();
+  return local ? with_averages.template operator()<StateKind::kWide, Residual::kLocal>()
+               : with_averages.template operator()<StateKind::kWide, Residual::kGroup>();
 }
 
 // Null where kind_of never says so.
@@ -39,13 +39,13 @@ PeerKernel hot_kernel(const KernelChoice& choice) {
     return nullptr;
   } else {
     if (choice.state == StateKind::kNone) {
-      return peer_kernel<kDType, kBits, StateKind::kNone, Updates::kEither, 1, kPair, kKind>;
+      return peer_kernel<kDType, kBits, StateKind::kNone, Residual::kLocal, 1, kPair, kKind>;
     }
     if constexpr (kBits == 8) {
       return nullptr;
     } else {
-      return with_state(choice, []<StateKind kState, Updates kUpdates, int kAverages>() -> PeerKernel {
-        return peer_kernel<kDType, kBits, kState, kUpdates, kAverages, kPair, kKind>;
+      return with_state(choice, []<StateKind kState, Residual kResidual, int kAverages>() -> PeerKernel {
+        return peer_kernel<kDType, kBits, kState, kResidual, kAverages, kPair, kKind>;
       });
     }
   }
@@ -55,13 +55,13 @@ template <DType kDType, int kBits>
 PeerKernel any_kernel(StateKind state) {
   switch (state) {
     case StateKind::kNone:
-      return peer_kernel<kDType, kBits, StateKind::kNone, Updates::kEither, 1, false, Kind::kAny>;
+      return peer_kernel<kDType, kBits, StateKind::kNone, Residual::kLocal, 1, false, Kind::kAny>;
     case StateKind::kInt8:
-      return peer_kernel<kDType, kBits, StateKind::kInt8, Updates::kEither, 1, false, Kind::kAny>;
+      return peer_kernel<kDType, kBits, StateKind::kInt8, Residual::kLocal, 1, false, Kind::kAny>;
     case StateKind::kWide:
       break;
   }
-  return peer_kernel<kDType, kBits, StateKind::kWide, Updates::kEither, 1, false, Kind::kAny>;
+  return peer_kernel<kDType, kBits, StateKind::kWide, Residual::kLocal, 1, false, Kind::kAny>;
 }
 
 template <DType kDType, int kBits>

@@ -9,8 +9,9 @@
 
 namespace echo::cuda {
 
-// kPair: of two ranks, where the sum needs no order kept. kAverages: of the state, where there is one.
-template <DType kDType, int kBits, StateKind kState, Updates kUpdates, int kAverages, bool kPair, Kind kKind>
+// kResidual, kAverages: of the state, where there is one and the kernel is not for any plan. kPair: of two ranks, where
+// the sum needs no order kept.
+template <DType kDType, int kBits, StateKind kState, Residual kResidual, int kAverages, bool kPair, Kind kKind>
 struct LaneTasks : PeerLane {
   static constexpr bool kQuick = kKind != Kind::kAny;
   static constexpr bool kRotated = kKind == Kind::kHotRotated;
@@ -104,10 +105,8 @@ struct LaneTasks : PeerLane {
                          .state = StateDType::kBFloat16};
   }
 
-  template <Spread kSpread>
-  __device__ __forceinline__ GroupAt quick_group(const Lane<kSpread>& lane, const Cursor& cursor) const {
-    const int32_t mine = (static_cast<int32_t>(threadIdx.x) % kWarpLanes) >> lane.lanes_log2;
-    return GroupAt{.slot = cursor.task * groups_side_by_side(lane.lanes_log2) + mine,
+  __device__ __forceinline__ GroupAt quick_group(const Cursor& cursor) const {
+    return GroupAt{.slot = cursor.task * groups_side_by_side(lanes_log2) + group_in_task(lanes_log2),
                    .elems = job.site.plan.codec.group_elems,
                    .rotated = kRotated,
                    .dense = true};
@@ -115,34 +114,28 @@ struct LaneTasks : PeerLane {
 
   // ---- push and reduce ----------------------------------------------------------------------------------------------
 
-  __device__ __forceinline__ TileView<const std::byte> copy_view(const PeerPart& part, int32_t source) const {
-    const std::byte* tile = job.slabs[job.site.plan.rank] + part.pushed + source * (kRingSlots * job.shape.slot_bytes);
-    return {tile, tile + part.params};
-  }
-
-  __device__ __forceinline__ int32_t source_after(int32_t rank) const {
-    return rank + 1 == job.site.plan.rank ? rank + 2 : rank + 1;
-  }
-
   __device__ __forceinline__ Stored load_for_encode(const Cursor& cursor) const {
     const auto lane = lane_of<Spread::kRuns>(cursor);
-    const GroupAt at = quick_group(lane, cursor);
+    const GroupAt at = quick_group(cursor);
     Stored stored;
     load_elements<2>(lane, at, static_cast<const std::byte*>(job.site.tensor), true, stored.words);
     if constexpr (kState == StateKind::kInt8) stored.averages = load_averages<kState, kAverages>(lane, at);
-    if (cursor.turn == 0) stored.copy = load_encoded<kBits>(lane, at, copy_view(*cursor.part, source_after(-1)));
+    if (cursor.turn == 0) {
+      const auto copies = pushed_copies<kBits>(job, *cursor.part);
+      stored.copy = copies.load(lane, at, copies.after(-1));
+    }
     return stored;
   }
 
   // sum += what ranks begin, begin + 1, ... end - 1 but this one pushed, in that order; `copy` is the first.
-  __device__ __forceinline__ void add_copies(const Lane<Spread::kRuns>& lane, const GroupAt& at, const PeerPart& part,
-                                             Encoded<kBits>& copy, int32_t begin, int32_t end, float (&sum)[kLaneElems],
-                                             bool& sure) const {
+  __device__ __forceinline__ void add_copies(const Copies<kBits>& copies, const Lane<Spread::kRuns>& lane,
+                                             const GroupAt& at, Encoded<kBits>& copy, int32_t begin, int32_t end,
+                                             float (&sum)[kLaneElems], bool& sure) const {
 #pragma unroll 1
     for (int32_t rank = begin; rank < end;) {
       const Encoded<kBits> here = copy;
-      rank = source_after(rank);
-      if (rank < job.shape.world_size) copy = load_encoded<kBits>(lane, at, copy_view(part, rank));
+      rank = copies.after(rank);
+      if (rank < job.shape.world_size) copy = copies.load(lane, at, rank);
       quick_add(lane, here, sum, sure);
     }
   }
@@ -150,7 +143,7 @@ struct LaneTasks : PeerLane {
   // True if the warp's groups were encoded and handed on.
   __device__ __forceinline__ bool quick_encode_task(const Cursor& cursor, Stored& stored) const {
     const auto lane = lane_of<Spread::kRuns>(cursor);
-    const GroupAt at = quick_group(lane, cursor);
+    const GroupAt at = quick_group(cursor);
     const bool owned = cursor.turn == 0;
     bool sure = true;
     if constexpr (kState == StateKind::kWide) stored.averages = load_averages<kState, kAverages>(lane, at);
@@ -164,11 +157,11 @@ struct LaneTasks : PeerLane {
       extremes = group_extremes(lane, at, x);
     }
     const Encoded<kBits> encoded = quick_encode<kBits>(lane, x, extremes, sure);
-    if constexpr (kState != StateKind::kNone && kUpdates == Updates::kLocal) {
+    if constexpr (kState != StateKind::kNone && kResidual == Residual::kLocal) {
       quick_local_update<kDType>(lane, owned, kRotated, encoded, x, stored.averages, sure);
     }
     if (!__all_sync(kAllLanes, sure)) return false;
-    if constexpr (kState != StateKind::kNone && kUpdates == Updates::kLocal) {
+    if constexpr (kState != StateKind::kNone && kResidual == Residual::kLocal) {
       store_averages(lane, at, stored.averages);
     }
     if (!owned) {
@@ -188,14 +181,15 @@ struct LaneTasks : PeerLane {
     if constexpr (kPair) {
       quick_add(lane, copy, x, sure);
     } else {
+      const auto copies = pushed_copies<kBits>(job, part);
       float below[kLaneElems];
       // -0 + y is y for every y, -0 included: the sum starts from rank 0's value.
 #pragma unroll
       for (int e = 0; e < kLaneElems; ++e) below[e] = -0.0f;
-      add_copies(lane, at, part, copy, source_after(-1), job.site.plan.rank, below, sure);
+      add_copies(copies, lane, at, copy, copies.after(-1), job.site.plan.rank, below, sure);
 #pragma unroll
       for (int e = 0; e < kLaneElems; ++e) x[e] = below[e] + x[e];
-      add_copies(lane, at, part, copy, job.site.plan.rank + 1, job.shape.world_size, x, sure);
+      add_copies(copies, lane, at, copy, job.site.plan.rank + 1, job.shape.world_size, x, sure);
     }
   }
 
@@ -216,11 +210,11 @@ struct LaneTasks : PeerLane {
 
   __device__ __forceinline__ Gathered load_for_store(const Cursor& cursor) const {
     const auto lane = lane_of<Spread::kChunks>(cursor);
-    const GroupAt at = quick_group(lane, cursor);
+    const GroupAt at = quick_group(cursor);
     Gathered gathered;
     gathered.encoded =
         load_encoded<kBits>(lane, at, part_view<const std::byte>(job.slabs[job.site.plan.rank], *cursor.part));
-    if constexpr (kState != StateKind::kNone && kUpdates == Updates::kGroup) {
+    if constexpr (kState != StateKind::kNone && kResidual == Residual::kGroup) {
       load_elements<2>(lane, at, static_cast<const std::byte*>(job.site.tensor), true, gathered.words);
       if constexpr (kState == StateKind::kInt8) gathered.averages = load_averages<kState, kAverages>(lane, at);
     }
@@ -232,7 +226,7 @@ struct LaneTasks : PeerLane {
         steps[step % 2].stored, [&](const auto& cursor) { return load_for_store(cursor); },
         [&](const auto& cursor, auto& gathered) {
           const auto lane = lane_of<Spread::kChunks>(cursor);
-          return quick_tail<kUpdates>(lane, quick_group(lane, cursor), gathered);
+          return quick_tail<kResidual>(lane, quick_group(cursor), gathered);
         },
         [&](const Cursor& cursor) {
           tail_task<kDType, kBits, kState>(job, *cursor.part, cursor.task, call.rescale_log2);

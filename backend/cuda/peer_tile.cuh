@@ -61,11 +61,9 @@ struct PeerPart {
   int32_t params;  // from its codes to its parameters
   int32_t full;    // groups that are whole
   int32_t dense;   // tasks, so many groups side by side in a warp, that the quick loops may take: no lane lacks a group
-  int32_t tasks;   // all of them; the tensor's partial group is one alone, so that all lanes agree on whether to rotate
+  int32_t tasks;   // all of them, with the one of the tensor's partial group
   int32_t owner;
 };
-
-__device__ __forceinline__ int32_t groups_side_by_side(int32_t lanes_log2) { return kWarpLanes >> lanes_log2; }
 
 // Without the places in slabs.
 __device__ __forceinline__ PeerPart make_part(const PeerJob& job, int32_t owner, int64_t tile) {
@@ -84,30 +82,16 @@ __device__ __forceinline__ PeerPart make_part(const PeerJob& job, int32_t owner,
   return part;
 }
 
-// The groups of a task as the exact way takes them.
-template <Spread kSpread>
-__device__ __forceinline__ GroupAt group_of(const PeerJob& job, const PeerPart& part, const Lane<kSpread>& lane,
-                                            int32_t task) {
-  const Codec& codec = job.site.plan.codec;
-  const int32_t side = groups_side_by_side(lane.lanes_log2);
-  const int32_t mine = (static_cast<int32_t>(threadIdx.x) % kWarpLanes) >> lane.lanes_log2;
-  const int32_t first = task * side;
-  GroupAt at;
-  if (first < part.full) {
-    at.slot = first + mine;
-    at.elems = at.slot < part.full ? codec.group_elems : 0;
-    at.rotated = is_rotated(codec, codec.group_elems);
-    at.dense = first + side <= part.full && codec.group_elems == kLaneElems << lane.lanes_log2;
-  } else {
-    at.slot = part.full;
-    at.elems = mine == 0 ? group_elems_at(job.site.plan, job.groups - 1) : 0;
-  }
-  return at;
-}
-
 template <typename Byte>
 __device__ __forceinline__ TileView<Byte> part_view(Byte* slab, const PeerPart& part) {
   return TileView<Byte>{slab + part.slot, slab + part.slot + part.params};
+}
+
+// What the other ranks pushed of a part that this rank sums up.
+template <int kBits>
+__device__ __forceinline__ Copies<kBits> pushed_copies(const PeerJob& job, const PeerPart& part) {
+  const Plan& plan = job.site.plan;
+  return {plan, part.room, {job.slabs[plan.rank] + part.pushed, kRingSlots * job.shape.slot_bytes}};
 }
 
 }  // namespace echo::cuda

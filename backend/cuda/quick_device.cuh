@@ -206,11 +206,7 @@ static __device__ __forceinline__ void quick_local_update(const Lane<kSpread>& l
 template <int kBits, Spread kSpread>
 static __device__ __forceinline__ Encoded<kBits> quick_encode(const Lane<kSpread>& lane, const float (&x)[kLaneElems],
                                                               const Extremes& extremes, bool& sure) {
-  const Grid grid = quick_grid<kBits>(extremes, lane.site.plan.codec, false, lane.sure_steps, sure);
-  Encoded<kBits> encoded;
-  encoded.params = grid.params.scale_bits | static_cast<uint32_t>(grid.params.zero_bits) << 16;
-  encode_elements<kBits>(lane, x, grid.grid, encoded.codes);
-  return encoded;
+  return encode_on<kBits>(lane, x, quick_grid<kBits>(extremes, lane.site.plan.codec, false, lane.sure_steps, sure));
 }
 
 // ---- a group that this rank stores --------------------------------------------------------------------------------
@@ -234,7 +230,7 @@ static __device__ __forceinline__ void quick_result(const Lane<kSpread>& lane, c
 }
 
 // True if the warp's groups were stored.
-template <Updates kUpdates, DType kDType, int kBits, StateKind kState, int kAverages, Spread kSpread>
+template <Residual kResidual, DType kDType, int kBits, StateKind kState, int kAverages, Spread kSpread>
 static __device__ __forceinline__ bool quick_tail(const Lane<kSpread>& lane, const GroupAt& at,
                                                   QuickGathered<kDType, kBits, kState, kAverages>& gathered) {
   bool sure = !may_decode_to_nan(lane, gathered.encoded.params);
@@ -247,7 +243,7 @@ static __device__ __forceinline__ bool quick_tail(const Lane<kSpread>& lane, con
 #pragma unroll
     for (int i = 0; i < kChunkElems; ++i) decoded[kChunkElems * part + i] = values[i];
   }
-  if constexpr (kState != StateKind::kNone && kUpdates == Updates::kGroup) {
+  if constexpr (kState != StateKind::kNone && kResidual == Residual::kGroup) {
     if constexpr (kState == StateKind::kWide) gathered.averages = load_averages<kState, kAverages>(lane, at);
     const float inverse_world = 1.0f / static_cast<float>(lane.site.plan.world_size);
     QuickStored<kDType, kBits, kState, kAverages> stored;
@@ -272,7 +268,7 @@ static __device__ __forceinline__ bool quick_tail(const Lane<kSpread>& lane, con
   ChunkWords<2> words[kLaneChunks];
   quick_result<kDType>(lane, at, decoded, words);
   if (!__all_sync(kAllLanes, sure)) return false;
-  if constexpr (kState != StateKind::kNone && kUpdates == Updates::kGroup) {
+  if constexpr (kState != StateKind::kNone && kResidual == Residual::kGroup) {
     store_averages(lane, at, gathered.averages);
   }
   store_words(lane, at, static_cast<std::byte*>(lane.site.tensor), true, words);

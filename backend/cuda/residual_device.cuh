@@ -6,25 +6,19 @@
 
 namespace echo::cuda {
 
-// The residuals that a kernel is made for: fewer need fewer registers.
-enum class Updates { kEither, kLocal, kGroup };
-
-template <Updates kUpdates, Residual kResidual, Spread kSpread>
-static __device__ __forceinline__ bool updates_from(const Lane<kSpread>& lane) {
-  if constexpr (kUpdates == Updates::kEither) {
-    const Feedback& fb = lane.site.plan.feedback;
-    return fb.enabled && fb.residual == kResidual;
-  }
-  return (kUpdates == Updates::kLocal) == (kResidual == Residual::kLocal);
+template <Spread kSpread>
+static __device__ __forceinline__ bool updates_from(const Lane<kSpread>& lane, Residual residual) {
+  const Feedback& fb = lane.site.plan.feedback;
+  return fb.enabled && fb.residual == residual;
 }
 
 // `x` is the contribution, `encoded` what receivers see of x. Overwrites x.
-template <Updates kUpdates, DType kDType, int kBits, StateKind kState, Spread kSpread>
+template <DType kDType, int kBits, StateKind kState, Spread kSpread>
 static __device__ __forceinline__ void update_after_push(const Lane<kSpread>& lane, const GroupAt& at,
                                                          float (&x)[kLaneElems], const Stored<kDType, kState>& stored,
                                                          const Encoded<kBits>& encoded) {
   if constexpr (kState != StateKind::kNone) {
-    if (!updates_from<kUpdates, Residual::kLocal>(lane)) return;
+    if (!updates_from(lane, Residual::kLocal)) return;
     for_each_decoded(lane, encoded, [&](int part, const float(&decoded)[kChunkElems]) {
 #pragma unroll
       for (int i = 0; i < kChunkElems; ++i) x[kChunkElems * part + i] = x[kChunkElems * part + i] - decoded[i];
@@ -34,13 +28,13 @@ static __device__ __forceinline__ void update_after_push(const Lane<kSpread>& la
 }
 
 // `encoded` is what everyone sees of `sum`. Overwrites sum.
-template <Updates kUpdates, DType kDType, int kBits, StateKind kState, Spread kSpread>
+template <DType kDType, int kBits, StateKind kState, Spread kSpread>
 static __device__ __forceinline__ void update_after_reduce(const Lane<kSpread>& lane, const GroupAt& at,
                                                            float (&sum)[kLaneElems],
                                                            const Stored<kDType, kState>& stored,
                                                            const Encoded<kBits>& encoded) {
   if constexpr (kState != StateKind::kNone) {
-    if (!updates_from<kUpdates, Residual::kLocal>(lane)) return;
+    if (!updates_from(lane, Residual::kLocal)) return;
     for_each_decoded(lane, encoded, [&](int part, float(&reference)[kChunkElems]) {
       to_residual_reference<kDType>(lane, reference);
 #pragma unroll
@@ -51,11 +45,11 @@ static __device__ __forceinline__ void update_after_reduce(const Lane<kSpread>& 
 }
 
 // Pre: the tensor still holds this rank's contribution.
-template <Updates kUpdates, DType kDType, StateKind kState, int kBits, Spread kSpread>
+template <DType kDType, StateKind kState, int kBits, Spread kSpread>
 static __device__ __forceinline__ void update_from_result(const Lane<kSpread>& lane, const GroupAt& at,
                                                           const Encoded<kBits>& encoded) {
   if constexpr (kState != StateKind::kNone) {
-    if (!updates_from<kUpdates, Residual::kGroup>(lane)) return;
+    if (!updates_from(lane, Residual::kGroup)) return;
     const float inverse_world = 1.0f / static_cast<float>(lane.site.plan.world_size);
     float x[kLaneElems];
     auto stored = load_stored<kDType, kState>(lane, at);

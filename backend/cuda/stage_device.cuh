@@ -13,20 +13,40 @@ inline int32_t groups_per_task(const Codec& codec) {
   return kWarpLanes / lanes;
 }
 
+// The groups of a task, so many of a tile side by side in a warp; `full` of the tile's groups are whole. The tensor's
+// partial group, the last before `end`, is a task of its own, so that all lanes agree on whether to rotate.
+template <Spread kSpread>
+__device__ __forceinline__ GroupAt group_of_task(const Lane<kSpread>& lane, int32_t task, int32_t full, int64_t end) {
+  const Plan& plan = lane.site.plan;
+  const int32_t side = groups_side_by_side(lane.lanes_log2);
+  const int32_t first = task * side;
+  GroupAt at;
+  if (first < full) {
+    at.slot = first + group_in_task(lane.lanes_log2);
+    at.elems = at.slot < full ? plan.codec.group_elems : 0;
+    at.rotated = is_rotated(plan.codec, plan.codec.group_elems);
+    at.dense = first + side <= full && plan.codec.group_elems == kLaneElems << lane.lanes_log2;
+  } else {
+    at.slot = full;
+    at.elems = group_in_task(lane.lanes_log2) == 0 ? group_elems_at(plan, end - 1) : 0;
+  }
+  return at;
+}
+
 inline StateKind state_kind(const Plan& plan) {
   if (!plan.feedback.enabled) return StateKind::kNone;
   return plan.feedback.state_dtype == StateDType::kInt8 ? StateKind::kInt8 : StateKind::kWide;
 }
 
 // push: what this rank sends of a group that another owns.
-template <Updates kUpdates, int kBits, DType kDType, StateKind kState, Spread kSpread>
+template <int kBits, DType kDType, StateKind kState, Spread kSpread>
 __device__ __forceinline__ void push_group(const Lane<kSpread>& lane, const GroupAt& at, Stored<kDType, kState>& stored,
                                            const TileView<std::byte>& tile) {
   float x[kLaneElems];
   const Extremes extremes = contribution<true>(lane, at, stored, x);
   const Encoded<kBits> encoded = encode_group<kBits>(lane, at, x, extremes);
   store_encoded(lane, at, encoded, tile);
-  update_after_push<kUpdates>(lane, at, x, stored, encoded);
+  update_after_push(lane, at, x, stored, encoded);
 }
 
 // What the other ranks pushed of this rank's segment, one rank's copy at a time.
@@ -96,7 +116,7 @@ __device__ __forceinline__ void sum_ranks(const Copies<kBits>& copies, const Lan
 }
 
 // reduce: the sum of a group that this rank owns, handed to store(const Encoded<kBits>&).
-template <Updates kUpdates, bool kLate, DType kDType, int kBits, StateKind kState, Spread kSpread, typename Store>
+template <bool kLate, DType kDType, int kBits, StateKind kState, Spread kSpread, typename Store>
 __device__ __forceinline__ void reduce_group(const Copies<kBits>& copies, const Lane<kSpread>& lane, const GroupAt& at,
                                              Addends<kDType, kBits, kState>& addends, Store store) {
   float sum[kLaneElems];
@@ -104,7 +124,7 @@ __device__ __forceinline__ void reduce_group(const Copies<kBits>& copies, const 
   const Extremes extremes = group_extremes(lane, at, sum);
   const Encoded<kBits> encoded = encode_group<kBits>(lane, at, sum, extremes);
   store(encoded);
-  update_after_reduce<kUpdates>(lane, at, sum, addends.own, encoded);
+  update_after_reduce(lane, at, sum, addends.own, encoded);
 }
 
 // What everyone decodes, delivered.
@@ -117,10 +137,10 @@ __device__ __forceinline__ void deliver(const Lane<kSpread>& lane, const GroupAt
 }
 
 // tail. Pre: the tensor still holds this rank's contribution.
-template <Updates kUpdates, DType kDType, StateKind kState, int kBits, Spread kSpread>
+template <DType kDType, StateKind kState, int kBits, Spread kSpread>
 __device__ __forceinline__ void tail_group(const Lane<kSpread>& lane, const GroupAt& at,
                                            const Encoded<kBits>& encoded) {
-  update_from_result<kUpdates, kDType, kState>(lane, at, encoded);
+  update_from_result<kDType, kState>(lane, at, encoded);
   deliver<kDType>(lane, at, encoded);
 }
 

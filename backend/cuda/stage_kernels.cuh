@@ -23,12 +23,10 @@ __device__ __forceinline__ int64_t thread_count() { return static_cast<int64_t>(
 
 // ---- tasks --------------------------------------------------------------------------------------------------------
 
-// Full groups go side by side into a warp; a partial one goes alone, so that all lanes agree on whether to rotate.
+// See group_of_task.
 struct TaskList {
   int32_t full_groups;
-  int32_t full_tasks;
   int32_t tasks;
-  int32_t groups_per_task;
 };
 
 struct Job {
@@ -40,32 +38,13 @@ struct Job {
   TaskList list;
 };
 
-template <Spread kSpread>
-__device__ __forceinline__ GroupAt group_of_task(const Job& job, const Lane<kSpread>& lane, int32_t task) {
-  const Plan& plan = job.site.plan;
-  const TaskList& list = job.list;
-  const int32_t mine = (static_cast<int32_t>(threadIdx.x) % kWarpLanes) >> lane.lanes_log2;
-  GroupAt at;
-  if (task < list.full_tasks) {
-    at.slot = task * list.groups_per_task + mine;
-    at.elems = at.slot < list.full_groups ? plan.codec.group_elems : 0;
-    at.rotated = is_rotated(plan.codec, plan.codec.group_elems);
-    at.dense = plan.codec.group_elems == kLaneElems << lane.lanes_log2 &&
-               (task + 1) * list.groups_per_task <= list.full_groups;
-  } else {
-    at.slot = list.full_groups;
-    at.elems = mine == 0 ? group_elems_at(plan, job.groups.end - 1) : 0;
-  }
-  return at;
-}
-
 // Calls body(GroupAt) for the groups of this warp; all lanes of a warp make the same number of calls.
 template <Spread kSpread, typename Body>
 __device__ __forceinline__ void for_each_group(const Job& job, const Lane<kSpread>& lane, Body body) {
   const int32_t warps = static_cast<int32_t>(gridDim.x) * kWarpsPerBlock;
 #pragma unroll 1
   for (int32_t task = static_cast<int32_t>(thread_index() / kWarpLanes); task < job.list.tasks; task += warps) {
-    body(group_of_task(job, lane, task));
+    body(group_of_task(lane, task, job.list.full_groups, job.groups.end));
   }
 }
 
@@ -97,7 +76,7 @@ __global__ void __launch_bounds__(kThreads, push_blocks(kState))
   clear_unused(job, tile);
   for_each_group(job, lane, [&](const GroupAt& at) {
     auto stored = load_stored<kDType, kState>(lane, at);
-    push_group<Updates::kEither, kBits>(lane, at, stored, view);
+    push_group<kBits>(lane, at, stored, view);
   });
 }
 
@@ -113,8 +92,8 @@ __global__ void __launch_bounds__(kThreads, (reduce_blocks(kState, kLate)))
   clear_unused(job, tile);
   for_each_group(job, lane, [&](const GroupAt& at) {
     auto addends = load_addends<kDType, kState>(copies, lane, at);
-    reduce_group<Updates::kEither, kLate>(
-        copies, lane, at, addends, [&](const Encoded<kBits>& encoded) { store_encoded(lane, at, encoded, view); });
+    reduce_group<kLate>(copies, lane, at, addends,
+                        [&](const Encoded<kBits>& encoded) { store_encoded(lane, at, encoded, view); });
   });
 }
 
@@ -125,9 +104,8 @@ __global__ void __launch_bounds__(kThreads, tail_blocks(kState))
   if (agreed.fault != 0) return fill_with_nan<kDType>(job.site, job.groups, thread_index(), thread_count());
   const auto lane = make_lane<Spread::kChunks>(job.site, job.state_layout, job.groups.begin, agreed.rescale_log2);
   const TileView<const std::byte> view = view_tile(job.site.plan.codec, job.tile_groups, tile);
-  for_each_group(job, lane, [&](const GroupAt& at) {
-    tail_group<Updates::kEither, kDType, kState>(lane, at, load_encoded<kBits>(lane, at, view));
-  });
+  for_each_group(job, lane,
+                 [&](const GroupAt& at) { tail_group<kDType, kState>(lane, at, load_encoded<kBits>(lane, at, view)); });
 }
 
 }  // namespace echo::cuda

@@ -82,10 +82,8 @@ cudaStream_t stream_of(const Call& call) { return static_cast<cudaStream_t>(call
 TaskList list_tasks(const Plan& plan, const GroupRange& groups, int32_t groups_per_task) {
   TaskList list;
   const bool partial = groups.begin < groups.end && group_elems_at(plan, groups.end - 1) < plan.codec.group_elems;
-  list.groups_per_task = groups_per_task;
   list.full_groups = static_cast<int32_t>(groups.end - groups.begin) - (partial ? 1 : 0);
-  list.full_tasks = static_cast<int32_t>(ceil_div(list.full_groups, groups_per_task));
-  list.tasks = list.full_tasks + (partial ? 1 : 0);
+  list.tasks = static_cast<int32_t>(ceil_div(list.full_groups, groups_per_task)) + (partial ? 1 : 0);
   return list;
 }
 
