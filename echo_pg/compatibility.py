@@ -7,7 +7,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
-from . import alias
+from . import alias, build, report
 
 
 def complete(echo_class: Any) -> None:
@@ -19,7 +19,7 @@ def complete(echo_class: Any) -> None:
     echo_class.perform_nocolor_split = _perform_nocolor_split
     echo_class._set_default_timeout = lambda self, timeout: self.set_timeout(timeout)
     for make in (_get_split_source, _set_pg_timeout, _add_ephemeral_timeout_for_all_pgs, monitored_barrier):
-        _extend(make, echo_class)
+        _extend(make)
 
 
 def copy_nccl_options(given: Any) -> Any:
@@ -50,25 +50,13 @@ def _perform_nocolor_split(group: Any, device: Any) -> None:
     Groups derived from echo's have communicators of their own, so there is nothing to take part in."""
 
 
-def _extend(make: Callable[[Any, Any], Any], echo_class: Any) -> None:
+def _extend(make: Callable[[Any], Any]) -> None:
     """Exchange the function of torch.distributed that has the name of `make` for what `make` makes of it."""
     from torch.distributed import distributed_c10d as c10d
 
     original = getattr(c10d, make.__name__, None)
     if original is not None:
-        alias.rebind(make.__name__, original, functools.wraps(original)(make(original, echo_class)))
-
-
-def _backends(group: Any, echo_class: Any) -> list[Any]:
-    """The echo backends of a process group, each once, out of torch's checking wrapper if need be."""
-    found: dict[int, Any] = {}
-    for device in getattr(group, "_device_types", ()):
-        backend = group._get_backend(device)
-        while hasattr(backend, "wrapped_pg"):
-            backend = backend.wrapped_pg
-        if isinstance(backend, echo_class):
-            found[id(backend)] = backend
-    return list(found.values())
+        alias.rebind(make.__name__, original, functools.wraps(original)(make(original)))
 
 
 def _default_group() -> Any:
@@ -77,49 +65,46 @@ def _default_group() -> Any:
     return c10d._get_default_group()
 
 
-def _get_split_source(original: Any, echo_class: Any) -> Any:
+def _get_split_source(original: Any) -> Any:
     """No new group is split off an echo default group: for `new_group(backend="nccl")` torch would hand NCCL the
     ProcessGroupEcho to split."""
 
     def extended(group: Any) -> Any:
         source = original(group)
-        return None if isinstance(source, echo_class) else source
+        return None if isinstance(source, build.extension().ProcessGroupEcho) else source
 
     return extended
 
 
-def _set_pg_timeout(original: Any, echo_class: Any) -> Any:
+def _set_pg_timeout(original: Any) -> Any:
     def extended(timeout: timedelta, group: Any = None) -> None:
-        backends = _backends(group or _default_group(), echo_class)
-        for backend in backends:
-            backend.set_timeout(timeout)
-        if len(backends) == 0:
+        echo = report.echo_in(group or _default_group())
+        if echo is None:
             original(timeout, group)
+        else:
+            echo.set_timeout(timeout)
 
     return extended
 
 
-def _add_ephemeral_timeout_for_all_pgs(original: Any, echo_class: Any) -> Any:
+def _add_ephemeral_timeout_for_all_pgs(original: Any) -> Any:
     def extended(timeout: timedelta) -> None:
-        from torch.distributed import distributed_c10d as c10d
-
         original(timeout)
-        for group in c10d._world.pg_map:
-            for backend in _backends(group, echo_class):
-                if inner := _inner_nccl(backend):
-                    inner._add_ephemeral_timeout(timeout)
+        for echo in report.live_groups():
+            if inner := _inner_nccl(echo):
+                inner._add_ephemeral_timeout(timeout)
 
     return extended
 
 
-def monitored_barrier(original: Any, echo_class: Any) -> Any:
+def monitored_barrier(original: Any) -> Any:
     """torch up to 2.13 refuses every name but "gloo"."""
 
     def extended(group: Any = None, timeout: Any = None, wait_all_ranks: bool = False) -> None:
         from torch.distributed import distributed_c10d as c10d
 
         chosen = group or _default_group()
-        if not _backends(chosen, echo_class):
+        if report.echo_in(chosen) is None:
             return original(group, timeout, wait_all_ranks)
         if timeout is None:
             timeout = c10d._get_default_timeout(c10d.Backend(c10d.get_backend(group)))

@@ -87,7 +87,7 @@ def stats(group: Any = None) -> dict[str, Any]:
     if group is not None:
         return dict(_echo_of(group)._stats())
     total: dict[str, Any] = dict.fromkeys(_COUNTERS, 0)
-    groups = _live_groups()
+    groups = live_groups()
     for pg in groups:
         _add(total, {name: value for name, value in pg._stats().items() if name not in ("rank", "size", "diagnostics")})
     return total | {"groups": len(groups)}
@@ -185,11 +185,11 @@ def _add(total: dict[str, Any], values: dict[str, Any]) -> None:
             total[name] = total.get(name, 0) + value
 
 
-def _echo_in(group: Any) -> Any:
+def echo_in(group: Any) -> Any:
     """The echo backend of a c10d group, or None. Under TORCH_DISTRIBUTED_DEBUG=DETAIL it sits inside a checking
     wrapper."""
     echo_class = build.extension().ProcessGroupEcho
-    for device in group._device_types:
+    for device in getattr(group, "_device_types", ()):  # a rank outside of it holds a number instead
         backend = group._get_backend(device)
         while hasattr(backend, "wrapped_pg"):
             backend = backend.wrapped_pg
@@ -206,15 +206,15 @@ def _echo_of(group: Any) -> Any:
         raise ValueError("there is no default process group; call init_process_group first")
     if not isinstance(pg, dist.ProcessGroup):
         raise ValueError(f"{group!r} is no process group that this rank is a member of")
-    found = _echo_in(pg)
+    found = echo_in(pg)
     if found is None:
         raise ValueError(f"the group uses the backend {dist.get_backend(pg)!r}, not 'echo'")
     return found
 
 
-def _live_groups() -> list[Any]:
+def live_groups() -> list[Any]:
     """The echo backends of all groups that torch.distributed knows now, each once."""
     from torch.distributed import distributed_c10d as c10d
 
-    found = [_echo_in(pg) for pg in c10d._world.pg_map if isinstance(pg, c10d.ProcessGroup)]
+    found = [echo_in(pg) for pg in c10d._world.pg_map if isinstance(pg, c10d.ProcessGroup)]
     return [pg for pg in found if pg is not None]

@@ -10,26 +10,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
+from regions import Reduce
 from test_backend import contribution, echo_group
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-
-
-class Reduce(torch.autograd.Function):
-    """A tensor-parallel region: sums in forward, and the gradient in backward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
-        ctx.group = group
-        x = x.clone()
-        dist.all_reduce(x, group=group)
-        return x
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        grad = grad.clone()
-        dist.all_reduce(grad, group=ctx.group)
-        return grad, None
 
 
 class Layer(nn.Module):

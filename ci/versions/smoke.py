@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from ranks import run_ranks
 from reference_group import RefGroup
+from regions import Reduce
 from torch import Tensor, nn
 
 SIZE = 2
@@ -177,21 +178,6 @@ def check_collectives(rank: int, device: torch.device) -> None:
         except RuntimeError as error:  # Gloo has none; what it says must come through
             assert device.type == "cpu" and "Backend gloo does not support gather_single" in str(error), error
     dist.barrier(group=group)
-
-
-class Reduce(torch.autograd.Function):
-    """A sum in forward and one of the gradient in backward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
-        ctx.group = group
-        x = x.clone()
-        dist.all_reduce(x, group=group)
-        return x
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return Reduce.forward(ctx, grad, ctx.group), None
 
 
 class Layer(nn.Module):
