@@ -29,6 +29,7 @@ class Place:
     name: str
     global_ranks: list[int]  # empty for the default group
     split_from: Any = None  # the NCCL group that torch wants the inner one split from, see _split_source
+    shares_gpus: bool = False  # there are fewer GPUs than ranks, and the options permit that
 
 
 def create_group(dist_options: Any, pg_options: Any) -> Any:
@@ -65,7 +66,8 @@ def _create_checked(place: Place, pg_options: Any) -> Any:
         chosen = to_options(pg_options)
         extension = build.extension()
         config = chosen.to_config()
-        fingerprint = chosen.fingerprint()
+        place = replace(place, shares_gpus=_shares_gpus(chosen, place.size))
+        fingerprint = chosen.fingerprint(shares_gpus=place.shares_gpus)
     except Exception as error:
         agreement.withdraw(str(error))
         raise
@@ -98,8 +100,12 @@ def inner_backends(
 ) -> dict[str, Any]:
     """One inner backend per device type that this process can serve; `role` ("pass" or "wire") keeps their store keys
     apart."""
-    makers = {"cpu": _make_gloo, "cuda": _make_nccl}
-    made = {device_type: makers[device_type](place, role, inner_options) for device_type in device_types}
+    made = {}
+    for device_type in device_types:
+        if device_type == "cuda" and not place.shares_gpus:
+            made[device_type] = _make_nccl(place, role, inner_options)
+        else:
+            made[device_type] = _make_gloo(place, role, device_type)
     return {device_type: backend for device_type, backend in made.items() if backend is not None}
 
 
@@ -178,12 +184,19 @@ def _nccl_class() -> Any:
     return getattr(dist.distributed_c10d, "ProcessGroupNCCL", None) if dist.is_nccl_available() else None
 
 
-def _make_gloo(place: Place, role: str, _: Any) -> Any:
+def _shares_gpus(chosen: Options, size: int) -> bool:
+    """Whether Gloo must serve CUDA tensors too: NCCL refuses two ranks on one GPU."""
+    import torch
+
+    return chosen.allow_shared_gpu and 0 < torch.cuda.device_count() < size
+
+
+def _make_gloo(place: Place, role: str, device_type: str) -> Any:
     import torch.distributed as dist
 
     if not dist.is_gloo_available():
         return None
-    store = dist.PrefixStore(f"{role}/cpu", place.store)
+    store = dist.PrefixStore(f"{role}/{device_type}", place.store)
     gloo = dist.ProcessGroupGloo(store, place.rank, place.size, timeout=place.timeout)
     gloo.options.global_ranks_in_group = place.global_ranks
     gloo.options.group_name = _inner_name(place, role)

@@ -115,7 +115,7 @@ class Options:
         timeout: longest wait for another rank, in seconds or as timedelta; None takes the group's own.
         diagnostics: also measure norms of the error (costs an exact all-reduce per call).
         allow_shared_gpu: permit peer memory between ranks on one GPU, where their kernels take turns: correct, but
-            milliseconds per tile; for tests.
+            milliseconds per tile; for tests. With fewer GPUs than ranks Gloo, not NCCL, then carries what is forwarded.
         inner_options: `ProcessGroupNCCL.Options` handed to the inner NCCL group; no environment variable.
     """
 
@@ -276,11 +276,12 @@ class Options:
                 setattr(config, name, value)
         return config
 
-    def fingerprint(self) -> str:
-        """What ranks of a group must have in common, as JSON text: all options, and what the code was built from."""
+    def fingerprint(self, **found: Any) -> str:
+        """What ranks of a group must have in common, as JSON text: all options, what the code was built from, and what
+        else each `found` out."""
         values = dataclasses.asdict(dataclasses.replace(self, inner_options=None))
         del values["inner_options"]
-        return json.dumps(build.identity() | values)
+        return json.dumps(build.identity() | values | found)
 
 
 def _is_int(value: Any) -> bool:

@@ -44,7 +44,7 @@ def start_bound(rank: int, size: int, folder: str, **options: Any) -> None:
     """init_process_group("echo", device_id=...) as on a machine with GPUs, with a second Gloo group in NCCL's place."""
 
     def gloo_for_cuda(place: Any, role: str, inner_options: Any) -> Any:
-        return creation._make_gloo(replace(place, store=dist.PrefixStore("cuda", place.store)), role, None)
+        return creation._make_gloo(place, role, "cuda")
 
     creation._make_nccl = gloo_for_cuda
     torch.accelerator.is_available = lambda: True

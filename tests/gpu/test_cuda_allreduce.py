@@ -12,6 +12,7 @@ import torch.distributed as dist
 from ranks import run_ranks
 from reference_group import RefGroup
 from test_allreduce import check_row, digest, run_rows
+from test_cuda_peer import needs_two_gpus
 
 SIZES = [size for size in covering.FACTORS["size"] if size <= torch.cuda.device_count()]
 
@@ -49,6 +50,7 @@ def async_inputs(size: int, numel: int, step: int, rank: int) -> list[torch.Tens
     ]
 
 
+@needs_two_gpus
 def test_calls_in_flight_have_lanes_of_their_own() -> None:
     size, numel = 2, 3_000_001
     outcomes = run_ranks(run_async, size, numel, timeout=200)
@@ -83,6 +85,7 @@ def run_mismatch(rank: int, size: int) -> tuple[bool, str]:
     return is_nan, ""
 
 
+@needs_two_gpus
 def test_ranks_in_different_calls_get_nan_then_an_error() -> None:
     for is_nan, text in run_ranks(run_mismatch, 2, timeout=120):
         assert is_nan

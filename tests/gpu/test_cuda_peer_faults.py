@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from ranks import RankError, run_ranks
-from test_cuda_peer import contribution, peer_group
+from test_cuda_peer import contribution, needs_two_gpus, peer_group, use_gpu
 from test_faults import error_of
 
 TIMEOUT = 4.0  # seconds, of the groups under test
@@ -49,7 +49,7 @@ def check_that_the_process_goes_on(group: Any) -> None:
 
 
 def run_late(rank: int, size: int) -> tuple[str, float]:
-    torch.cuda.set_device(rank)
+    use_gpu(rank)
     group = peer_group(TIMEOUT)
     good_call(rank, size, group)
     if rank == 1:
@@ -64,7 +64,7 @@ def test_a_rank_that_is_late() -> None:
 
 
 def run_killed(rank: int, size: int) -> tuple[str, float]:
-    torch.cuda.set_device(rank)
+    use_gpu(rank)
     group = peer_group(120)
     good_call(rank, size, group)
     if rank == 1:
@@ -83,7 +83,7 @@ def test_a_rank_that_is_killed() -> None:
 def run_replay_alone(rank: int, size: int) -> tuple[str, float]:
     import echo_pg
 
-    torch.cuda.set_device(rank)
+    use_gpu(rank)
     group = peer_group(120)
     good_call(rank, size, group)
     echo_pg.new_pass("forward", group)  # the errors of the call above shall not come back
@@ -117,7 +117,7 @@ def test_a_replay_that_meets_a_dead_peer() -> None:
 
 
 def run_mismatch(rank: int, size: int) -> tuple[str, float]:
-    torch.cuda.set_device(rank)
+    use_gpu(rank)
     group = peer_group(20)
     good_call(rank, size, group)
     return failing_call(group, numel=3000 if rank == 0 else 2000)
@@ -130,7 +130,7 @@ def test_ranks_in_different_calls() -> None:
 
 def run_abort(rank: int, size: int) -> tuple[str, float]:
     """Rank 1 aborts while no call of it is under way; rank 0, whose kernel waits, learns it from the notice board."""
-    torch.cuda.set_device(rank)
+    use_gpu(rank)
     group = peer_group(120)
     good_call(rank, size, group)
     if rank == 0:
@@ -158,7 +158,7 @@ def fill_memory(leave_bytes: int) -> list[torch.Tensor]:
 
 
 def run_no_room_for_state(rank: int, size: int) -> tuple[str, float]:
-    torch.cuda.set_device(rank)
+    use_gpu(rank)
     group = peer_group(60, state_dtype="float32")
     good_call(rank, size, group)
     tensor = torch.zeros(100_000_000, dtype=torch.bfloat16, device="cuda")
@@ -171,6 +171,7 @@ def run_no_room_for_state(rank: int, size: int) -> tuple[str, float]:
     return failing_call(group, numel=100_000_000)
 
 
+@needs_two_gpus
 def test_memory_for_the_state_that_only_one_rank_lacks() -> None:
     (text, _), (other, seconds) = run_ranks(run_no_room_for_state, 2, timeout=200)
     assert "int8" in text and "feedback=False" in text and " bytes on cuda:0" in text and "is free" in text, text
@@ -178,7 +179,7 @@ def test_memory_for_the_state_that_only_one_rank_lacks() -> None:
 
 
 def run_no_room_for_slab(rank: int, size: int) -> str:
-    torch.cuda.set_device(rank)
+    use_gpu(rank)
     group = peer_group(60)
     kept = fill_memory(4 << 20) if rank == 0 else []
     tensor = contribution(rank, size, 3000, 0, 0).cuda()
@@ -189,6 +190,7 @@ def run_no_room_for_slab(rank: int, size: int) -> str:
     return text
 
 
+@needs_two_gpus
 def test_no_room_for_peer_memory() -> None:
     for text in run_ranks(run_no_room_for_slab, 2, timeout=200):
         assert "fabric='peer' was asked for" in text and "rank 0: cudaMalloc of" in text and "are free" in text, text
@@ -207,7 +209,7 @@ def test_ranks_on_one_gpu_are_refused() -> None:
 
 
 def run_many_groups(rank: int, size: int, rounds: int) -> list[int]:
-    torch.cuda.set_device(rank)
+    use_gpu(rank)
     free = []
     for _ in range(rounds):
         group = peer_group(60)

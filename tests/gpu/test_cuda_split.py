@@ -12,6 +12,7 @@ import torch.distributed as dist
 from ranks import run_ranks
 from torch import Tensor, nn
 
+pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 SHAPES = [(1, 2), (2, 1)]
 
 
