@@ -32,6 +32,10 @@ constexpr int64_t kPeerMinWorkspaceBytes = 4 << 20;
 constexpr int64_t kPeerDeviceSlotBytes = 13056;
 constexpr int64_t kPeerDeviceSmallSlotBytes = 2048;
 
+// Shared memory of a multiprocessor that the lanes there may fill: what compute capability 8.0 has, the least among
+// GPUs that NVLink joins in servers.
+constexpr int64_t kPeerDeviceSharedBytes = 164 << 10;
+
 // Bytes of the buffers that one tile of `tile_groups` groups needs on a rank: sent, received and gathered from
 // everyone, reduced once.
 inline int64_t wire_slot_bytes(const Plan& plan, int64_t tile_groups) {

@@ -273,11 +273,13 @@ static __device__ __forceinline__ void decode_group(const Lane<kSpread>& lane, c
   });
 }
 
-// False if no element of a group with these parameters can be NaN after decode_group and rotate_exit: the scale is
-// small enough for 2^10 times as many steps, 2^60 of the rescale and 2^10 elements added up.
+// True if no element of a group with this scale can be NaN after decode_group and rotate_exit: it is small enough for
+// 2^10 times as many steps, 2^60 of the rescale and 2^10 elements added up.
+static __device__ __forceinline__ bool cannot_decode_to_nan(float scale) { return fabsf(scale) < 0x1p40f; }
+
 template <Spread kSpread>
 static __device__ __forceinline__ bool may_decode_to_nan(const Lane<kSpread>& lane, uint32_t params) {
-  return !(fabsf(widen16(unpack_params(params).scale_bits, lane.site.plan.codec.scale_dtype)) < 0x1p40f);
+  return !cannot_decode_to_nan(widen16(unpack_params(params).scale_bits, lane.site.plan.codec.scale_dtype));
 }
 
 }  // namespace echo::cuda

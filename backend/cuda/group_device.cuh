@@ -51,6 +51,7 @@ struct Lane {
   int64_t first_elem;   // of the tensor, where the tile's groups begin
   int32_t lanes_log2;   // L
   int32_t index;        // of this lane among the L
+  uint32_t in_warp;     // of this lane in the warp
   uint32_t signs;       // bits 15 - k and 31 - k: the rotation negates this lane's elements 2k and 2k + 1
   float scale_up;       // 2^k, 2^-k of the rescale
   float scale_down;
@@ -133,6 +134,7 @@ static __device__ __forceinline__ Lane<kSpread> make_lane(const Site& site, cons
                        .first_elem = first_group * codec.group_elems,
                        .lanes_log2 = lanes_log2,
                        .index = index,
+                       .in_warp = threadIdx.x % kWarpLanes,
                        .signs = signs,
                        .scale_up = power_of_two(rescale_log2),
                        .scale_down = power_of_two(-rescale_log2),

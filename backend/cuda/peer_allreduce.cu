@@ -42,7 +42,7 @@ Walk plan_walk(const Plan& plan, const SlabShape& slab, Kind kind) {
 
 SlabShape peer_shape(int32_t world_size, int32_t multiprocessors, int64_t workspace_bytes) {
   SlabShape shape{world_size, 0, 0};
-  if (world_size > kMaxPeerRanks) return shape;
+  if (world_size > kMaxPeerDevices) return shape;
   // Where the workspace is too small for so many rings, some multiprocessors go without a lane.
   for (int32_t used = multiprocessors; used > 0 && shape.slot_bytes < kPeerDeviceSmallSlotBytes; --used) {
     shape.lanes = used * kMostPeerBlocks;

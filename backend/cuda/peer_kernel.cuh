@@ -13,12 +13,6 @@
 
 namespace echo::cuda {
 
-// Blocks of one multiprocessor, for which a kernel's registers leave room: so many lanes a call may have.
-constexpr int peer_blocks(StateKind state, Kind kind) {
-  return kind != Kind::kAny && state == StateKind::kNone ? 3 : 2;
-}
-constexpr int kMostPeerBlocks = 3;
-
 // Half of the lanes store first, so that at any time some lanes use the link and others the memory. They store a tile
 // later, so that what they wait for has a whole step to arrive.
 __device__ __forceinline__ bool stores_first() { return 2 * blockIdx.x >= gridDim.x; }

@@ -13,8 +13,8 @@ constexpr int kReleaseWarp = 2;
 // The parts of a step, by turn: this rank's own first, then those of its peers in an order of its own, so that not all
 // ranks write to the same one.
 struct StepParts {
-  PeerPart encoded[kMaxPeerRanks];
-  PeerPart stored[kMaxPeerRanks];
+  PeerPart encoded[kMaxPeerDevices];
+  PeerPart stored[kMaxPeerDevices];
 };
 
 // Equal in all threads of the block.

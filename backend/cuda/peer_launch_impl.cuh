@@ -5,7 +5,17 @@
 
 namespace echo::cuda {
 
-using PeerKernel = void (*)(PeerJob);
+struct PeerKernel {
+  void (*run)(PeerJob) = nullptr;
+  int shared_bytes = 0;  // that a launch asks for
+  int blocks = 0;        // of a multiprocessor, resident at once
+};
+
+template <DType kDType, int kBits, StateKind kState, Residual kResidual, int kAverages, bool kPair, Kind kKind>
+PeerKernel make_peer_kernel() {
+  return {peer_kernel<kDType, kBits, kState, kResidual, kAverages, kPair, kKind>,
+          kPeerWarps * Ahead<kBits, kState, kResidual, kAverages, kKind>::kRingBytes, peer_blocks(kState, kKind)};
+}
 
 // What tells the kernels of an element type and a width of codes apart.
 struct KernelChoice {
@@ -36,16 +46,16 @@ PeerKernel with_state(const KernelChoice& choice, Body body) {
 template <DType kDType, int kBits, Kind kKind, bool kPair>
 PeerKernel hot_kernel(const KernelChoice& choice) {
   if constexpr (kDType == DType::kFloat32) {
-    return nullptr;
+    return {};
   } else {
     if (choice.state == StateKind::kNone) {
-      return peer_kernel<kDType, kBits, StateKind::kNone, Residual::kLocal, 1, kPair, kKind>;
+      return make_peer_kernel<kDType, kBits, StateKind::kNone, Residual::kLocal, 1, kPair, kKind>();
     }
     if constexpr (kBits == 8) {
-      return nullptr;
+      return {};
     } else {
       return with_state(choice, []<StateKind kState, Residual kResidual, int kAverages>() -> PeerKernel {
-        return peer_kernel<kDType, kBits, kState, kResidual, kAverages, kPair, kKind>;
+        return make_peer_kernel<kDType, kBits, kState, kResidual, kAverages, kPair, kKind>();
       });
     }
   }
@@ -55,13 +65,13 @@ template <DType kDType, int kBits>
 PeerKernel any_kernel(StateKind state) {
   switch (state) {
     case StateKind::kNone:
-      return peer_kernel<kDType, kBits, StateKind::kNone, Residual::kLocal, 1, false, Kind::kAny>;
+      return make_peer_kernel<kDType, kBits, StateKind::kNone, Residual::kLocal, 1, false, Kind::kAny>();
     case StateKind::kInt8:
-      return peer_kernel<kDType, kBits, StateKind::kInt8, Residual::kLocal, 1, false, Kind::kAny>;
+      return make_peer_kernel<kDType, kBits, StateKind::kInt8, Residual::kLocal, 1, false, Kind::kAny>();
     case StateKind::kWide:
       break;
   }
-  return peer_kernel<kDType, kBits, StateKind::kWide, Residual::kLocal, 1, false, Kind::kAny>;
+  return make_peer_kernel<kDType, kBits, StateKind::kWide, Residual::kLocal, 1, false, Kind::kAny>();
 }
 
 template <DType kDType, int kBits>
@@ -83,7 +93,30 @@ void launch_peer_kernel(const PeerJob& job, Kind kind, unsigned blocks, cudaStre
                             .two_averages = plan.feedback.k2 != 0.0f,
                             .pair = plan.world_size == 2,
                             .kind = kind};
-  kernel_for<kDType, kBits>(choice)<<<blocks, kPeerThreads, 0, stream>>>(job);
+  const PeerKernel kernel = kernel_for<kDType, kBits>(choice);
+  kernel.run<<<blocks, kPeerThreads, kernel.shared_bytes, stream>>>(job);
+}
+
+// Loads a kernel. Its blocks get the shared memory that they need to be resident at once, and the rest stays a cache.
+inline cudaError_t prepare_peer_kernel(const PeerKernel& kernel) {
+  cudaFuncAttributes attributes;
+  if (const cudaError_t result = cudaFuncGetAttributes(&attributes, kernel.run)) return result;
+  if (kernel.shared_bytes == 0) return cudaSuccess;
+  int device = 0;
+  int most = 0;
+  if (const cudaError_t result = cudaGetDevice(&device)) return result;
+  if (const cudaError_t result = cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerMultiprocessor, device)) {
+    return result;
+  }
+  constexpr int kReservedBytes = 1024;  // by the system, per block
+  const int needed =
+      kernel.blocks * (kernel.shared_bytes + static_cast<int>(attributes.sharedSizeBytes) + kReservedBytes);
+  if (const cudaError_t result =
+          cudaFuncSetAttribute(kernel.run, cudaFuncAttributeMaxDynamicSharedMemorySize, kernel.shared_bytes)) {
+    return result;
+  }
+  return cudaFuncSetAttribute(kernel.run, cudaFuncAttributePreferredSharedMemoryCarveout,
+                              needed < most ? (100 * needed + most - 1) / most : cudaSharedmemCarveoutMaxShared);
 }
 
 template <DType kDType, int kBits>
@@ -94,9 +127,8 @@ cudaError_t load_peer_kernels() {
         for (const int flags : {0, 1, 2, 3}) {
           const KernelChoice choice{state, residual, (flags & 1) != 0, (flags & 2) != 0, kind};
           const PeerKernel kernel = kernel_for<kDType, kBits>(choice);
-          if (kernel == nullptr) continue;
-          cudaFuncAttributes attributes;
-          if (const cudaError_t result = cudaFuncGetAttributes(&attributes, kernel)) return result;
+          if (kernel.run == nullptr) continue;
+          if (const cudaError_t result = prepare_peer_kernel(kernel)) return result;
         }
       }
     }

@@ -7,6 +7,7 @@
 #include <thread>
 #include <utility>
 
+#include "../core/tuning.h"
 #include "host.h"
 #include "ptx.cuh"
 
@@ -79,9 +80,11 @@ std::string hexadecimal(const cudaUUID_t& uuid) {
 DeviceFacts device_facts(int32_t device) {
   cudaDeviceProp properties;
   check(cudaGetDeviceProperties(&properties, device), "cudaGetDeviceProperties");
+  // Half of the lanes fit multiprocessors with half of the memory: one of two is then as good as a whole one.
+  const int64_t needed = ceil_div(kPeerDeviceSharedBytes, static_cast<int64_t>(properties.sharedMemPerMultiprocessor));
   return DeviceFacts{.uuid = hexadecimal(properties.uuid),
                      .compute_capability = 10 * properties.major + properties.minor,
-                     .multiprocessors = properties.multiProcessorCount,
+                     .multiprocessors = properties.multiProcessorCount / static_cast<int32_t>(needed),
                      .is_mig = std::strstr(properties.name, " MIG ") != nullptr};
 }
 

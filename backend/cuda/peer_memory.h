@@ -15,8 +15,8 @@ namespace echo::cuda {
 struct DeviceFacts {
   std::string uuid;  // 32 hexadecimal digits; the same in every process, whatever CUDA_VISIBLE_DEVICES says
   int32_t compute_capability = 0;  // 10 * major + minor
-  int32_t multiprocessors = 0;
-  bool is_mig = false;  // a slice of a device, which cannot reach other devices
+  int32_t multiprocessors = 0;     // that the kernels may count on: fewer than there are where they lack shared memory
+  bool is_mig = false;             // a slice of a device, which cannot reach other devices
 };
 
 DeviceFacts device_facts(int32_t device);

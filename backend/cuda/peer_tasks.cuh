@@ -9,22 +9,44 @@
 
 namespace echo::cuda {
 
+// Where the entries of a warp's ring have what, and how many there are: as many as leave room for the blocks that a
+// multiprocessor is to have.
+template <int kBits, StateKind kState, Residual kResidual, int kAverages, Kind kKind>
+struct Ahead {
+  static constexpr bool kUsed = kKind != Kind::kAny;
+  static constexpr bool kStoresState = kState != StateKind::kNone && kResidual == Residual::kGroup;
+  using Encode = EntryLayout<kBits, kState, kResidual == Residual::kLocal ? kAverages : 1, true>;
+  using Store = EntryLayout<kBits, kStoresState ? kState : StateKind::kNone, kAverages, kStoresState>;
+
+  static constexpr int kWarpBytes = kUsed ? kPeerDynamicBytes / peer_blocks(kState, kKind) / kPeerWarps : 0;
+  static constexpr int kEncodeEntries = kWarpBytes / Encode::kBytes < 4 ? kWarpBytes / Encode::kBytes : 4;
+  static constexpr int kStoreEntries = kWarpBytes / Store::kBytes < 6 ? kWarpBytes / Store::kBytes : 6;
+  static_assert(!kUsed || (kEncodeEntries >= 2 && kStoreEntries >= 2));
+  static constexpr int kEncodeBytes = kUsed ? kEncodeEntries * Encode::kBytes : 0;
+  static constexpr int kStoreBytes = kUsed ? kStoreEntries * Store::kBytes : 0;
+  static constexpr int kRingBytes = kEncodeBytes > kStoreBytes ? kEncodeBytes : kStoreBytes;
+};
+
 // kResidual, kAverages: of the state, where there is one and the kernel is not for any plan. kPair: of two ranks, where
 // the sum needs no order kept.
 template <DType kDType, int kBits, StateKind kState, Residual kResidual, int kAverages, bool kPair, Kind kKind>
 struct LaneTasks : PeerLane {
   static constexpr bool kQuick = kKind != Kind::kAny;
   static constexpr bool kRotated = kKind == Kind::kHotRotated;
-  using Stored = QuickStored<kDType, kBits, kState, kAverages>;
-  using Gathered = QuickGathered<kDType, kBits, kState, kAverages>;
+  static constexpr bool kUpdatesLocal = kState != StateKind::kNone && kResidual == Residual::kLocal;
+  using Rings = Ahead<kBits, kState, kResidual, kAverages, kKind>;
 
   int32_t lanes_log2;  // threads that a group lies in
   int32_t index;       // of this thread among them
+  uint32_t in_warp;    // of this thread
   uint32_t run_signs;  // Lane::signs, where groups lie in runs and in chunks
   uint32_t chunk_signs;
+  std::byte* ring;  // of this warp
 
   __device__ __forceinline__ explicit LaneTasks(const PeerLane& lane) : PeerLane(lane) {
     const auto runs = make_lane<Spread::kRuns>(job.site, job.state_layout, 0, 0);
+    in_warp = threadIdx.x % kWarpLanes;
+    ring = dynamic_shared() + threadIdx.x / kWarpLanes * Rings::kRingBytes;
     lanes_log2 = runs.lanes_log2;
     index = runs.index;
     run_signs = kRotated ? runs.signs : 0;
@@ -36,32 +58,42 @@ struct LaneTasks : PeerLane {
     const PeerPart* part;
     int32_t turn;
     int32_t task;
+    int32_t tasks;  // of the part
+    int32_t dense;
   };
+
+  __device__ __forceinline__ static Cursor first_task(const PeerPart* parts) {
+    return Cursor{parts, 0, static_cast<int32_t>(threadIdx.x) / kWarpLanes, parts->tasks, parts->dense};
+  }
 
   // On to the part in which the task lies; false behind the last.
   __device__ __forceinline__ bool settle(Cursor& cursor) const {
-    while (cursor.turn < job.shape.world_size) {
-      if (cursor.task < cursor.part->tasks) return true;
-      cursor.task -= cursor.part->tasks;
+    while (cursor.task >= cursor.tasks) {
+      if (++cursor.turn >= job.shape.world_size) {
+        cursor.tasks = cursor.dense = 0;
+        cursor.task = 0;
+        --cursor.turn;
+        return false;
+      }
+      cursor.task -= cursor.tasks;
       ++cursor.part;
-      ++cursor.turn;
+      cursor.tasks = cursor.part->tasks;
+      cursor.dense = cursor.part->dense;
     }
-    return false;
+    return true;
   }
 
-  __device__ __forceinline__ static bool is_quick(const Cursor& cursor) {
-    return kQuick && cursor.task < cursor.part->dense;
-  }
+  __device__ __forceinline__ static bool is_quick(const Cursor& cursor) { return kQuick && cursor.task < cursor.dense; }
 
-  // Calls body(cursor, what load(cursor) gave) for the quick tasks of this warp, the next one loaded while one is
-  // worked on, and rest(cursor) for others and where body returns false. What was loaded ahead is loaded again after
-  // rest: kept in registers over a call that is out of line, it would have to lie in memory all the time.
-  template <typename Loaded, typename Load, typename Body, typename Rest>
-  __device__ __forceinline__ void for_each_task(const PeerPart* parts, Load load, Body body, Rest rest) const {
-    Cursor cursor{parts, 0, static_cast<int32_t>(threadIdx.x) / kWarpLanes};
+  // Calls body(cursor, entry) for the quick tasks of this warp, once what fetch(cursor, entry) started is there, and
+  // rest(cursor) for the others and where body returns false. The loop ends before rest and starts anew behind it: with
+  // a call in it, it would keep in local memory what it works with.
+  template <typename Layout, int kEntries, typename Fetch, typename Body, typename Rest>
+  __device__ __forceinline__ void for_each_task(const PeerPart* parts, Fetch fetch, Body body, Rest rest) const {
+    Cursor cursor = first_task(parts);
     while (settle(cursor)) {
       if constexpr (kQuick) {
-        if (is_quick(cursor)) run_quick<Loaded>(cursor, load, body);
+        if (is_quick(cursor)) run_quick<Layout, kEntries>(cursor, fetch, body);
         if (!settle(cursor)) return;
       }
       rest(cursor);
@@ -70,20 +102,40 @@ struct LaneTasks : PeerLane {
   }
 
   // Stops at the first task that is not quick, or for which body returns false.
-  template <typename Loaded, typename Load, typename Body>
-  __device__ __forceinline__ void run_quick(Cursor& cursor, Load load, Body body) const {
-    Loaded coming = load(cursor);
-    bool ahead;
+  template <typename Layout, int kEntries, typename Fetch, typename Body>
+  __device__ __forceinline__ void run_quick(Cursor& cursor, Fetch fetch, Body body) const {
+    constexpr uint32_t kLast = (kEntries - 1) * Layout::kBytes;
+    Cursor coming = cursor;
+#pragma unroll 1
+    for (uint32_t place = 0; place < kLast; place += Layout::kBytes) fetch_next<Layout>(coming, place, fetch);
+    uint32_t place = 0;
+    uint32_t free_place = kLast;
 #pragma unroll 1
     do {
-      Loaded now = coming;
-      Cursor next = cursor;
-      next.task += kPeerWarps;
-      ahead = settle(next) && is_quick(next);
-      if (ahead) coming = load(next);
-      if (!body(cursor, now)) return;
-      cursor = next;
-    } while (ahead);
+      fetch_next<Layout>(coming, free_place, fetch);
+      wait_for_copies<kEntries - 1>();
+      __syncwarp();
+      if (!body(cursor, Entry<Layout>{ring + place})) break;
+      __syncwarp();  // before others load into what this lane reads
+      cursor.task += kPeerWarps;
+      free_place = place;
+      place = place == kLast ? 0 : place + Layout::kBytes;
+    } while (settle(cursor) && is_quick(cursor));
+    wait_for_copies<0>();
+    __syncwarp();
+  }
+
+  template <typename Layout, typename Fetch>
+  __device__ __forceinline__ void fetch_next(Cursor& coming, uint32_t place, Fetch fetch) const {
+    if (settle(coming)) {
+      if (is_quick(coming)) fetch(coming, Entry<Layout>{ring + place});
+      coming.task += kPeerWarps;
+    }
+    close_copies();
+  }
+
+  __device__ __forceinline__ static int64_t first_elem(const Cursor& cursor) {
+    return cursor.part->first_elem + int64_t{cursor.task} * kTaskElems;
   }
 
   template <Spread kSpread>
@@ -92,8 +144,9 @@ struct LaneTasks : PeerLane {
                          .state_layout = job.state_layout,
                          .first_group = cursor.part->groups.begin,
                          .first_elem = cursor.part->first_elem,
-                         .lanes_log2 = lanes_log2,
-                         .index = index,
+                         .lanes_log2 = static_cast<int32_t>(recompute_here(lanes_log2)),
+                         .index = static_cast<int32_t>(recompute_here(index)),
+                         .in_warp = recompute_here(in_warp),
                          .signs = kSpread == Spread::kRuns ? run_signs : chunk_signs,
                          .scale_up = 1.0f,
                          .scale_down = 1.0f,
@@ -114,17 +167,13 @@ struct LaneTasks : PeerLane {
 
   // ---- push and reduce ----------------------------------------------------------------------------------------------
 
-  __device__ __forceinline__ Stored load_for_encode(const Cursor& cursor) const {
+  __device__ __forceinline__ void fetch_for_encode(const Cursor& cursor,
+                                                   const Entry<typename Rings::Encode>& entry) const {
     const auto lane = lane_of<Spread::kRuns>(cursor);
-    const GroupAt at = quick_group(cursor);
-    Stored stored;
-    load_elements<2>(lane, at, static_cast<const std::byte*>(job.site.tensor), true, stored.words);
-    if constexpr (kState == StateKind::kInt8) stored.averages = load_averages<kState, kAverages>(lane, at);
-    if (cursor.turn == 0) {
-      const auto copies = pushed_copies<kBits>(job, *cursor.part);
-      stored.copy = copies.load(lane, at, copies.after(-1));
-    }
-    return stored;
+    start_stored_copies<kUpdatesLocal ? kAverages : 1>(lane, entry, cursor.task, first_elem(cursor));
+    if (cursor.turn != 0) return;
+    const auto copies = pushed_copies<kBits>(job, *cursor.part);
+    start_code_copies<kBits>(lane, cursor.task, entry.codes(), entry.params(), copies.tile(copies.after(-1)));
   }
 
   // sum += what ranks begin, begin + 1, ... end - 1 but this one pushed, in that order; `copy` is the first.
@@ -141,28 +190,34 @@ struct LaneTasks : PeerLane {
   }
 
   // True if the warp's groups were encoded and handed on.
-  __device__ __forceinline__ bool quick_encode_task(const Cursor& cursor, Stored& stored) const {
+  __device__ __forceinline__ bool quick_encode_task(const Cursor& cursor,
+                                                    const Entry<typename Rings::Encode>& entry) const {
     const auto lane = lane_of<Spread::kRuns>(cursor);
     const GroupAt at = quick_group(cursor);
     const bool owned = cursor.turn == 0;
     bool sure = true;
-    if constexpr (kState == StateKind::kWide) stored.averages = load_averages<kState, kAverages>(lane, at);
+    ChunkWords<2> words[kLaneChunks];
+    read_elements<2>(lane, entry.at, words);
     float x[kLaneElems];
-    quick_contribution(lane, at, stored, x, sure);
+    quick_contribution<kDType>(lane, at, entry, words, x, sure);
     Extremes extremes;
     if (kState == StateKind::kNone && !kRotated && !owned) {
-      extremes = word_extremes<kDType>(lane, stored.words);
+      extremes = word_extremes<kDType>(lane, words);
     } else {
-      if (owned) add_all(lane, at, *cursor.part, stored.copy, x, sure);
+      if (owned) {
+        Encoded<kBits> copy = read_encoded<kBits>(lane, entry.codes(), entry.params());
+        add_all(lane, at, *cursor.part, copy, x, sure);
+      }
       extremes = group_extremes(lane, at, x);
     }
     const Encoded<kBits> encoded = quick_encode<kBits>(lane, x, extremes, sure);
-    if constexpr (kState != StateKind::kNone && kResidual == Residual::kLocal) {
-      quick_local_update<kDType>(lane, owned, kRotated, encoded, x, stored.averages, sure);
-    }
-    if (!__all_sync(kAllLanes, sure)) return false;
-    if constexpr (kState != StateKind::kNone && kResidual == Residual::kLocal) {
-      store_averages(lane, at, stored.averages);
+    if constexpr (kUpdatesLocal) {
+      quick_local_residual<kDType>(lane, owned, kRotated, encoded, x, sure);
+      const auto averages = quick_update<kAverages>(lane, at, entry, x, sure);
+      if (!__all_sync(kAllLanes, sure)) return false;
+      store_averages(lane, at, averages);
+    } else {
+      if (!__all_sync(kAllLanes, sure)) return false;
     }
     if (!owned) {
       store_encoded(lane, at, encoded, part_view(job.slabs[cursor.part->owner], *cursor.part));
@@ -194,9 +249,9 @@ struct LaneTasks : PeerLane {
   }
 
   __device__ __forceinline__ void encode(int32_t step) const {
-    for_each_task<Stored>(
-        steps[step % 2].encoded, [&](const auto& cursor) { return load_for_encode(cursor); },
-        [&](const auto& cursor, auto& stored) { return quick_encode_task(cursor, stored); },
+    for_each_task<typename Rings::Encode, Rings::kEncodeEntries>(
+        steps[step % 2].encoded, [&](const auto& cursor, const auto& entry) { fetch_for_encode(cursor, entry); },
+        [&](const auto& cursor, const auto& entry) { return quick_encode_task(cursor, entry); },
         [&](const Cursor& cursor) {
           if (cursor.turn == 0) {
             reduce_task<kDType, kBits, kState>(job, *cursor.part, cursor.task, call.rescale_log2);
@@ -208,25 +263,22 @@ struct LaneTasks : PeerLane {
 
   // ---- tail ---------------------------------------------------------------------------------------------------------
 
-  __device__ __forceinline__ Gathered load_for_store(const Cursor& cursor) const {
+  __device__ __forceinline__ void fetch_for_store(const Cursor& cursor,
+                                                  const Entry<typename Rings::Store>& entry) const {
     const auto lane = lane_of<Spread::kChunks>(cursor);
-    const GroupAt at = quick_group(cursor);
-    Gathered gathered;
-    gathered.encoded =
-        load_encoded<kBits>(lane, at, part_view<const std::byte>(job.slabs[job.site.plan.rank], *cursor.part));
-    if constexpr (kState != StateKind::kNone && kResidual == Residual::kGroup) {
-      load_elements<2>(lane, at, static_cast<const std::byte*>(job.site.tensor), true, gathered.words);
-      if constexpr (kState == StateKind::kInt8) gathered.averages = load_averages<kState, kAverages>(lane, at);
+    const auto gathered = part_view<const std::byte>(job.slabs[job.site.plan.rank], *cursor.part);
+    start_code_copies<kBits>(lane, cursor.task, entry.codes(), entry.params(), gathered);
+    if constexpr (Rings::kStoresState) {
+      start_stored_copies<kAverages>(lane, entry, cursor.task, first_elem(cursor));
     }
-    return gathered;
   }
 
   __device__ __forceinline__ void store(int32_t step) const {
-    for_each_task<Gathered>(
-        steps[step % 2].stored, [&](const auto& cursor) { return load_for_store(cursor); },
-        [&](const auto& cursor, auto& gathered) {
+    for_each_task<typename Rings::Store, Rings::kStoreEntries>(
+        steps[step % 2].stored, [&](const auto& cursor, const auto& entry) { fetch_for_store(cursor, entry); },
+        [&](const auto& cursor, const auto& entry) {
           const auto lane = lane_of<Spread::kChunks>(cursor);
-          return quick_tail<kResidual>(lane, quick_group(cursor), gathered);
+          return quick_tail<kDType, kBits, Rings::kStoresState, kAverages>(lane, quick_group(cursor), entry);
         },
         [&](const Cursor& cursor) {
           tail_task<kDType, kBits, kState>(job, *cursor.part, cursor.task, call.rescale_log2);

@@ -10,6 +10,7 @@ namespace echo::cuda {
 
 constexpr int kPeerThreads = 128;
 constexpr int kPeerWarps = kPeerThreads / kWarpLanes;
+constexpr int32_t kMaxPeerDevices = 16;  // of one host, each with all others' memory mapped
 
 struct PeerJob {
   Site site;
@@ -26,7 +27,7 @@ struct PeerJob {
   GroupState* group;
   uint64_t* sequences;  // per lane: tiles finished so far
   PeerHostWords* words;
-  std::byte* slabs[kMaxPeerRanks];
+  std::byte* slabs[kMaxPeerDevices];
 };
 
 // ---- kinds of kernels -----------------------------------------------------------------------------------------------
@@ -47,6 +48,15 @@ inline Kind kind_of(const Plan& plan, bool rescale) {
   if (plan.dtype == DType::kFloat32 || !lanes_full || !quick || (fb.enabled && !state)) return Kind::kAny;
   return codec.rotation_log2 > 0 ? Kind::kHotRotated : Kind::kHot;
 }
+
+// Blocks of one multiprocessor, for which a kernel's registers leave room: so many lanes a call may have.
+constexpr int peer_blocks(StateKind state, Kind kind) {
+  return kind != Kind::kAny && state == StateKind::kNone ? 3 : 2;
+}
+constexpr int kMostPeerBlocks = 3;
+
+// Shared memory that the blocks of a multiprocessor may ask for: all, without what each has besides.
+constexpr int kPeerDynamicBytes = static_cast<int>(kPeerDeviceSharedBytes) - kMostPeerBlocks * (6 << 10);
 
 // ---- parts and tasks ------------------------------------------------------------------------------------------------
 

@@ -4,6 +4,7 @@
 // tests/cpp/cuda_stages_test.cu compares them over every fp32 and every 16-bit pattern.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 
 namespace echo::cuda {
@@ -120,6 +121,33 @@ static __device__ __forceinline__ uint64_t load_relaxed_sys(const uint64_t* at) 
   uint64_t value;
   asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(at) : "memory");
   return value;
+}
+
+// The shared memory that the launch asked for.
+static __device__ __forceinline__ std::byte* dynamic_shared() {
+  extern __shared__ uint4 dynamic_memory[];
+  return reinterpret_cast<std::byte*>(dynamic_memory);
+}
+
+// Copies that go on by themselves, from device memory to shared memory, of kBytes = 4, 8 or 16, to which both ends are
+// aligned; those of 16 go past the first-level cache. What was started since the last close_copies is one set. Who
+// waited may read what it copied itself; the warp, after a __syncwarp, what all its lanes did.
+template <int kBytes>
+static __device__ __forceinline__ void start_copy(std::byte* to, const std::byte* from) {
+  const auto place = static_cast<uint32_t>(__cvta_generic_to_shared(to));
+  if constexpr (kBytes == 16) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" : : "r"(place), "l"(from) : "memory");
+  } else {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" : : "r"(place), "l"(from), "n"(kBytes) : "memory");
+  }
+}
+
+static __device__ __forceinline__ void close_copies() { asm volatile("cp.async.commit_group;" : : : "memory"); }
+
+// Until all sets but the last `kOpen` are there.
+template <int kOpen>
+static __device__ __forceinline__ void wait_for_copies() {
+  asm volatile("cp.async.wait_group %0;" : : "n"(kOpen) : "memory");
 }
 
 // Nanoseconds of a clock that all multiprocessors of a device share.

@@ -59,7 +59,10 @@ struct Copies {
   __device__ __forceinline__ int32_t after(int32_t rank) const { return rank + 1 == plan.rank ? rank + 2 : rank + 1; }
   template <Spread kSpread>
   __device__ __forceinline__ Encoded<kBits> load(const Lane<kSpread>& lane, const GroupAt& at, int32_t rank) const {
-    return load_encoded<kBits>(lane, at, view_tile(plan.codec, tile_groups, tiles.base + rank * tiles.stride_bytes));
+    return load_encoded<kBits>(lane, at, tile(rank));
+  }
+  __device__ __forceinline__ TileView<const std::byte> tile(int32_t rank) const {
+    return view_tile(plan.codec, tile_groups, tiles.base + rank * tiles.stride_bytes);
   }
 };
 

@@ -11,6 +11,7 @@ namespace {
 constexpr int kDevices = 2;
 // Few, so that the grids of the tests take several rounds.
 constexpr int kMultiprocessors = 2;
+constexpr int kSharedBytes = 164 << 10;
 
 using Step = std::variant<emulation::Kernel, std::function<void()>>;
 
@@ -116,11 +117,12 @@ cudaError_t cudaGetDeviceProperties(cudaDeviceProp* properties, int device) {
   properties->uuid.bytes[0] = static_cast<char>(device);
   properties->major = 8;
   properties->multiProcessorCount = kMultiprocessors;
+  properties->sharedMemPerMultiprocessor = kSharedBytes;
   return cudaSuccess;
 }
 
-cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr, int) {
-  *value = kMultiprocessors;
+cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
+  *value = attribute == cudaDevAttrMultiProcessorCount ? kMultiprocessors : kSharedBytes;
   return cudaSuccess;
 }
 

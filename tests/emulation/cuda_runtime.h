@@ -44,8 +44,9 @@ struct cudaDeviceProp {
   int major;
   int minor;
   int multiProcessorCount;
+  size_t sharedMemPerMultiprocessor;
 };
-enum cudaDeviceAttr { cudaDevAttrMultiProcessorCount };
+enum cudaDeviceAttr { cudaDevAttrMultiProcessorCount, cudaDevAttrMaxSharedMemoryPerMultiprocessor };
 
 cudaError_t cudaGetDeviceCount(int* count);
 cudaError_t cudaGetDevice(int* device);
@@ -110,9 +111,17 @@ cudaError_t cudaGraphExecDestroy(cudaGraphExec_t exec);
 
 // ---- kernels ------------------------------------------------------------------------------------------------------
 
-struct cudaFuncAttributes {};
+struct cudaFuncAttributes {
+  size_t sharedSizeBytes = 0;
+};
 template <typename... Parameters>
 cudaError_t cudaFuncGetAttributes(cudaFuncAttributes*, void (*)(Parameters...)) {
+  return cudaSuccess;
+}
+enum { cudaFuncAttributeMaxDynamicSharedMemorySize, cudaFuncAttributePreferredSharedMemoryCarveout };
+enum { cudaSharedmemCarveoutMaxShared = 100 };
+template <typename... Parameters>
+cudaError_t cudaFuncSetAttribute(void (*)(Parameters...), int, int) {
   return cudaSuccess;
 }
 
@@ -142,7 +151,8 @@ template <typename... Parameters, typename Call>
 void operator%(void (*kernel)(Parameters...), const Call& call) {
   const Configuration& configuration = call.configuration;
   const std::tuple<Parameters...> arguments(call.arguments);
-  launch(Kernel{[kernel, arguments] { std::apply(kernel, arguments); }, configuration.grid, configuration.block},
+  launch(Kernel{[kernel, arguments] { std::apply(kernel, arguments); }, configuration.grid, configuration.block,
+                configuration.shared_bytes},
          configuration.stream);
 }
 

@@ -60,6 +60,15 @@ T& shared(Location at = Location::current()) {
   return *static_cast<T*>(shared_variable(sizeof(T), alignof(T), at));
 }
 
+// The shared memory that the launch asked for.
+void* dynamic_shared(Location at = Location::current());
+
+// Copies that go on by themselves: carried out at once or when their set is waited for, as chance has it; until then
+// the place they go to is undefined (0xa5). close_copies ends a set; all but the last `open` are waited for.
+void start_copy(void* to, const void* from, size_t bytes);
+void close_copies();
+void wait_for_copies(uint64_t open);
+
 // What ThreadSanitizer is to take for an edge of happens-before; nothing without it.
 void release(const void* object);
 void acquire(const void* object);
@@ -71,6 +80,7 @@ struct Kernel {
   std::function<void()> body;
   dim3 grid;
   dim3 block;
+  size_t shared_bytes = 0;
 };
 
 // What is enqueued is carried out one after another; queues go on side by side.

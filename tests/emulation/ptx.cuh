@@ -6,6 +6,7 @@
 
 #include <bit>
 #include <cmath>
+#include <cstddef>
 #include <cstdint>
 
 #include "intrinsics.h"
@@ -119,6 +120,18 @@ template <typename T>
 static inline T load_relaxed_sys(const T* at) {
   emulation::give_way();
   return std::atomic_ref<T>(*const_cast<T*>(at)).load(std::memory_order_relaxed);
+}
+
+static inline std::byte* dynamic_shared() { return static_cast<std::byte*>(emulation::dynamic_shared()); }
+
+template <int kBytes>
+static inline void start_copy(std::byte* to, const std::byte* from) {
+  emulation::start_copy(to, from, kBytes);
+}
+static inline void close_copies() { emulation::close_copies(); }
+template <int kOpen>
+static inline void wait_for_copies() {
+  emulation::wait_for_copies(kOpen);
 }
 
 static inline uint64_t global_nanoseconds() { return emulation::nanoseconds(); }

@@ -254,6 +254,33 @@ void* shared_variable(size_t bytes, size_t alignment, Location at) {
   return memory;
 }
 
+void* dynamic_shared(Location at) {
+  const size_t bytes = self().block->kernel->shared_bytes;
+  return shared_variable(bytes == 0 ? 1 : bytes, 16, at);
+}
+
+void start_copy(void* to, const void* from, size_t bytes) {
+  if (reinterpret_cast<uintptr_t>(to) % bytes != 0 || reinterpret_cast<uintptr_t>(from) % bytes != 0) {
+    fail("a copy that is not aligned to its size", Location::current());
+  }
+  if (random_below(2) == 0) {
+    std::memcpy(to, from, bytes);
+    return;
+  }
+  std::memset(to, 0xa5, bytes);
+  self().copies.push_back({to, from, bytes, self().closed_sets});
+}
+
+void close_copies() { ++self().closed_sets; }
+
+void wait_for_copies(uint64_t open) {
+  std::erase_if(self().copies, [&](const PendingCopy& copy) {
+    if (copy.set + open >= self().closed_sets) return false;
+    std::memcpy(copy.to, copy.from, copy.bytes);
+    return true;
+  });
+}
+
 #if defined(ECHO_EMULATION_TSAN)
 void release(const void* object) { __tsan_release(const_cast<void*>(object)); }
 void acquire(const void* object) { __tsan_acquire(const_cast<void*>(object)); }

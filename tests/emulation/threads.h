@@ -11,6 +11,13 @@ namespace emulation {
 struct Block;
 struct Warp;
 
+struct PendingCopy {
+  void* to;
+  const void* from;
+  size_t bytes;
+  uint64_t set;
+};
+
 struct Thread {
   Coordinates here;  // first: g_here points to it
   Fiber fiber;
@@ -24,6 +31,8 @@ struct Thread {
   int source = 0;
   uint64_t result = 0;
   Location at = Location::current();
+  std::vector<PendingCopy> copies;
+  uint64_t closed_sets = 0;
 };
 
 // Every lane is in one of the sets, or runs, or has left.
