@@ -4,7 +4,6 @@ of ranks outside a new group. Where torch wants an accelerator, it is made to be
 from __future__ import annotations
 
 import copy
-from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
