@@ -42,7 +42,7 @@ def train(device):
     mesh = init_device_mesh(device, (dist.get_world_size(),))
     for block in blocks:
         parallelize_module(block, mesh, PLAN)
-    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3, foreach=False)
     text = torch.frombuffer(bytearray(Path(__file__).read_bytes()), dtype=torch.uint8).long()
     losses = []
     for _ in range(STEPS):

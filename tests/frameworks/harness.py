@@ -7,7 +7,10 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
+import pytest
 import torch
+
+needs_four_devices = pytest.mark.skipif(0 < torch.cuda.device_count() < 4, reason="needs four GPUs, or none")
 
 # Give this to run_ranks: every all-reduce becomes an event then.
 DEBUG = {"ECHO_LOG": "debug"}

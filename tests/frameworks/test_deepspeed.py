@@ -178,6 +178,7 @@ def run_launched(rank: int, size: int, port: int) -> tuple[Any, dict[str, Any], 
     return tables, tensor_parallel["passes"], tensor_parallel["sites_last"]
 
 
+@needs_four_devices
 def test_a_program_that_names_no_backend_under_the_launcher() -> None:
     """Two times two ranks, ZeRO stage 1: gradients and norms of the data-parallel groups stay exact."""
     four = run_ranks(run_launched, 4, free_port(), backend=None, env=DEBUG | EVERYTHING, timeout=120)
@@ -192,6 +193,7 @@ def test_a_program_that_names_no_backend_under_the_launcher() -> None:
         assert sites == {"forward": FORWARD, "backward": BACKWARD, "recompute": 0}
 
 
+@needs_four_devices
 def test_pipeline(tmp_path: Path) -> None:
     """Under 1F1B every micro-batch is a forward and a backward pass of each stage, in whatever order they come."""
     micro_batches, blocks = 4, 2

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from harness import DEBUG, Recorder, record, table
+from harness import DEBUG, Recorder, needs_four_devices, record, table
 from hf_models import be_a_rank, gradients, load, save, start, tokens
 from ranks import run_ranks
 from torch import Tensor, nn
@@ -280,6 +280,7 @@ def run_sharded(rank: int, size: int, folder: str) -> dict[str, Any]:
     return found
 
 
+@needs_four_devices
 def test_tensor_parallelism_beside_fully_sharded_data() -> None:
     """Groups of a mesh take their options from the environment, not from the default group."""
     with tempfile.TemporaryDirectory() as folder:

@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from harness import DEBUG, Warnings, device_of, record, table
+from harness import DEBUG, Warnings, device_of, needs_four_devices, record, table
 from ranks import run_ranks
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -255,6 +255,7 @@ def quantized_groups(decided: dict[str, Table]) -> set[str]:
     return {group for group, counts in decided.items() if any(row[-1] == "quantized" for row in counts)}
 
 
+@needs_four_devices
 @pytest.mark.skipif(0 < torch.cuda.device_count() < 4, reason="four ranks need four GPUs, or none")
 def test_four_ranks(tmp_path: Path) -> None:
     for rank, found in enumerate(

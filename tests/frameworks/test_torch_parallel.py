@@ -25,7 +25,7 @@ from torch.distributed.tensor.parallel import (
 from torch.nn import functional as F
 
 sys.path.insert(0, str(Path(__file__).parent))
-from harness import DEBUG, device_of, record, table
+from harness import DEBUG, device_of, needs_four_devices, record, table
 
 from echo_pg.bench import transformer
 
@@ -68,7 +68,7 @@ class Bench:
 # ---- one dimension, two ranks
 def tensor_parallel(bench: Bench) -> list[Counter[tuple[str, ...]]]:
     model = transformer.make(bench.mesh, device=bench.device)
-    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3, foreach=False)
     steps = [bench.step(model, optimizer), bench.step(model, optimizer)]
     bench.step(model)
     nn.utils.clip_grad_norm_(sharded(model), 1.0)
@@ -197,7 +197,7 @@ def checkpoint(bench: Bench, folder: str) -> None:
 
     def made(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
         model = transformer.make(bench.mesh, seed=seed, device=bench.device)
-        optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+        optimizer = torch.optim.AdamW(model.parameters(), 1e-3, foreach=False)
         bench.step(model, optimizer)
         return model, optimizer
 
@@ -279,7 +279,7 @@ def run_two_dimensions(rank: int, size: int) -> dict[str, Any]:
     for block in model.blocks:
         torch.distributed.fsdp.fully_shard(block, mesh=bench.mesh["dp"])
     torch.distributed.fsdp.fully_shard(model, mesh=bench.mesh["dp"])
-    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3, foreach=False)
     for name in ("fsdp x tp", "again"):
         found[name] = bench.step(model, optimizer)
     from torch.distributed.tensor.parallel.ddp import _pre_dp_module_transform
@@ -295,6 +295,7 @@ def run_two_dimensions(rank: int, size: int) -> dict[str, Any]:
     return found
 
 
+@needs_four_devices
 def test_two_dimensions() -> None:
     for found in run_ranks(run_two_dimensions, 4, backend="echo", env=ENV, timeout=150):
         assert found == {

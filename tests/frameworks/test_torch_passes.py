@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 sys.path.insert(0, str(Path(__file__).parent))
-from harness import device_of
+from harness import device_of, needs_four_devices
 
 from echo_pg.bench import transformer
 
@@ -285,6 +285,7 @@ def run_two_dimensions(rank: int, size: int) -> dict[str, Any]:
     return found
 
 
+@needs_four_devices
 def test_pipeline_and_replicas() -> None:
     for found in run_ranks(run_two_dimensions, 4, backend="echo", env=ENV, timeout=120):
         assert found == {
