@@ -17,7 +17,7 @@ from typing import Any
 import deepspeed_runs as runs
 import pytest
 from deepspeed_runs import BATCH, HIDDEN, LAYERS, SEQUENCE, VOCAB
-from harness import DEBUG, record, table
+from harness import DEBUG, needs_four_devices, record, table
 from ranks import run_ranks
 
 HERE = Path(__file__).parent
