@@ -63,6 +63,28 @@ static __device__ __forceinline__ void read_run(uint32_t lane, const std::byte* 
   }
 }
 
+// What lanes have in a row, kUnits each, as units side by side: lane l gets units l, l + 32, .. By way of `array`,
+// where nothing is on its way.
+template <int kUnits>
+static __device__ __forceinline__ void exchange_run(uint32_t lane, std::byte* array, uint32_t (&words)[4 * kUnits]) {
+  if constexpr (kUnits == 1) return;
+#pragma unroll
+  for (uint32_t i = 0; i < kUnits; ++i) {
+    *reinterpret_cast<uint4*>(array + unit_offset<kUnits>(lane, i)) =
+        make_uint4(words[4 * i], words[4 * i + 1], words[4 * i + 2], words[4 * i + 3]);
+  }
+  __syncwarp();
+#pragma unroll
+  for (uint32_t i = 0; i < kUnits; ++i) {
+    const uint32_t place = (lane ^ (lane / 8 & (kUnits - 1))) + i * kWarpLanes;
+    const uint4 quad = *reinterpret_cast<const uint4*>(array + kUnitBytes * place);
+    words[4 * i] = quad.x;
+    words[4 * i + 1] = quad.y;
+    words[4 * i + 2] = quad.z;
+    words[4 * i + 3] = quad.w;
+  }
+}
+
 // Chunks between the first of a task and the first of this lane's, and between this lane's, of kChunks.
 template <Spread kSpread>
 static __device__ __forceinline__ uint32_t first_chunk_of_task(const Lane<kSpread>& lane) {

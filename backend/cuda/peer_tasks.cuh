@@ -210,7 +210,7 @@ struct LaneTasks : PeerLane {
       }
       extremes = group_extremes(lane, at, x);
     }
-    const Encoded<kBits> encoded = quick_encode<kBits>(lane, x, extremes, sure);
+    Encoded<kBits> encoded = quick_encode<kBits>(lane, x, extremes, sure);
     if constexpr (kUpdatesLocal) {
       quick_local_residual<kDType>(lane, owned, kRotated, encoded, x, sure);
       const auto averages = quick_update<kAverages>(lane, at, entry, x, sure);
@@ -219,15 +219,34 @@ struct LaneTasks : PeerLane {
     } else {
       if (!__all_sync(kAllLanes, sure)) return false;
     }
+    exchange_run<kBits / 4>(lane.in_warp, entry.codes(), encoded.codes);
     if (!owned) {
-      store_encoded(lane, at, encoded, part_view(job.slabs[cursor.part->owner], *cursor.part));
+      store_task(lane, cursor, encoded, job.slabs[cursor.part->owner]);
       return true;
     }
 #pragma unroll 1
     for (int32_t turn = 0; turn < job.shape.world_size; ++turn) {
-      store_encoded(lane, at, encoded, part_view(job.slabs[rank_at(turn)], *cursor.part));
+      store_task(lane, cursor, encoded, job.slabs[rank_at(turn)]);
     }
     return true;
+  }
+
+  // Codes as exchange_run leaves them: what a warp stores at a time has no gaps, which links between devices would send
+  // along.
+  __device__ __forceinline__ void store_task(const Lane<Spread::kRuns>& lane, const Cursor& cursor,
+                                             const Encoded<kBits>& encoded, std::byte* slab) const {
+    const TileView<std::byte> tile = part_view(slab, *cursor.part);
+    const auto task = static_cast<uint32_t>(cursor.task);
+    auto* to = reinterpret_cast<uint4*>(tile.codes + task * (kTaskElems * kBits / 8)) + lane.in_warp;
+#pragma unroll
+    for (int i = 0; i < kBits / 4; ++i) {
+      const uint32_t* quad = encoded.codes + 4 * i;
+      to[i * kWarpLanes] = make_uint4(quad[0], quad[1], quad[2], quad[3]);
+    }
+    if (lane.index == 0) {
+      const uint32_t group = task * groups_side_by_side(lane.lanes_log2) + (lane.in_warp >> lane.lanes_log2);
+      reinterpret_cast<uint32_t*>(tile.params)[group] = encoded.params;
+    }
   }
 
   // The sum over the ranks in rank order, from this rank's part of it.

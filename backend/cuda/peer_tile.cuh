@@ -51,7 +51,7 @@ inline Kind kind_of(const Plan& plan, bool rescale) {
 
 // Blocks of one multiprocessor, for which a kernel's registers leave room: so many lanes a call may have.
 constexpr int peer_blocks(StateKind state, Kind kind) {
-  return kind != Kind::kAny && state == StateKind::kNone ? 3 : 2;
+  return kind != Kind::kAny && state != StateKind::kWide ? 3 : 2;
 }
 constexpr int kMostPeerBlocks = 3;
 

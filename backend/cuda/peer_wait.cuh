@@ -1,8 +1,10 @@
 // Bounded waiting for a ticket on the device, and how a fault gets from one waiting thread to every rank and to the
 // hosts.
 //
-// A waiter looks at its ticket all the time, and every so often also for a fault of the group, for what its host says
-// (an abort, a peer whose process has exited) and at the clock.
+// A waiter looks at its ticket all the time, every so often also for a fault of the group and at the clock, and seldom
+// for what its host says (an abort, a peer whose process has exited): that lies in the host's memory, and reads from
+// there hold up the releases of the whole device. Two H200s, 792 waiters that asked the host every 100 microseconds:
+// calls of 1 GiB whose ranks began 0.1 ms apart took 19 ms instead of 1.1.
 #pragma once
 
 #include "../core/call_record.h"
@@ -107,22 +109,28 @@ static __device__ __noinline__ void pass_on_fault(const WaitContext& context, ui
   tell_host(context, *reinterpret_cast<const FaultRecord*>(context.slabs[context.rank] + fault_record_offset(author)));
 }
 
-// The rare part of waiting: false if waiting is over, the fault then raised or passed on.
+constexpr uint64_t kHostLookNanoseconds = 5000000;
+
+// The rare part of waiting: false if waiting is over, the fault then raised or passed on. `ask_host_at`: when the host
+// is to be asked next; 0 at first.
 static __device__ __noinline__ bool may_go_on(const WaitContext& context, int32_t peer, Stage stage, int64_t offset,
-                                              uint64_t expected, uint64_t seen) {
+                                              uint64_t expected, uint64_t seen, uint64_t& ask_host_at) {
   if (const uint64_t word = fault_word(context); word != 0) {
     pass_on_fault(context, word);
     return false;
   }
   FaultKind kind = FaultKind::kNone;
   if (compare_ticket(seen, expected) == TicketState::kForeign) kind = FaultKind::kForeignTicket;
-  if (kind == FaultKind::kNone && load_acquire_sys(&context.words->abort) != 0) kind = FaultKind::kAborted;
-  if (kind == FaultKind::kNone && (load_acquire_sys(&context.words->exited) >> peer & 1) != 0) {
+  const uint64_t now = global_nanoseconds();
+  const bool asks = ask_host_at != 0 && now >= ask_host_at;
+  if (ask_host_at == 0 || asks) ask_host_at = now + kHostLookNanoseconds;
+  if (kind == FaultKind::kNone && asks && load_acquire_sys(&context.words->abort) != 0) kind = FaultKind::kAborted;
+  if (kind == FaultKind::kNone && asks && (load_acquire_sys(&context.words->exited) >> peer & 1) != 0) {
     // A peer that left right after its last store has delivered: look once more before blaming it.
     if (load_acquire_sys(word_at(context.slabs[context.rank], offset)) == expected) return true;
     kind = FaultKind::kPeerExited;
   }
-  if (kind == FaultKind::kNone && global_nanoseconds() >= context.deadline) kind = FaultKind::kTimeout;
+  if (kind == FaultKind::kNone && now >= context.deadline) kind = FaultKind::kTimeout;
   if (kind == FaultKind::kNone) return true;
   raise_fault(
       context,
@@ -139,6 +147,7 @@ static __device__ __forceinline__ bool wait_for_ticket(const WaitContext& contex
   constexpr uint32_t kLooksBetweenChecks = 256;
   constexpr uint32_t kPauseNanoseconds = 32;
   const uint64_t* word = word_at(context.slabs[context.rank], offset);
+  uint64_t ask_host_at = 0;
   for (uint32_t look = 1;; ++look) {
     const uint64_t seen = load_relaxed_sys(word);
     const TicketState state = compare_ticket(seen, expected);
@@ -150,7 +159,7 @@ static __device__ __forceinline__ bool wait_for_ticket(const WaitContext& contex
       __nanosleep(kPauseNanoseconds);
       continue;
     }
-    if (!may_go_on(context, peer, stage, offset, expected, seen)) return false;
+    if (!may_go_on(context, peer, stage, offset, expected, seen, ask_host_at)) return false;
   }
 }
 
