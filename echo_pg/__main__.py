@@ -5,9 +5,9 @@ import sys
 from typing import Any
 
 from . import __version__, run
-from .bench import allreduce, hooks, recompute
+from .bench import accuracy, allreduce, hooks, recompute
 
-BENCHES: dict[str, Any] = {"allreduce": allreduce, "hooks": hooks, "recompute": recompute}
+BENCHES: dict[str, Any] = {"accuracy": accuracy, "allreduce": allreduce, "hooks": hooks, "recompute": recompute}
 
 
 def main(arguments: list[str]) -> int:
@@ -22,7 +22,7 @@ def main(arguments: list[str]) -> int:
     commands.add_parser("run", help='run a program with the names "nccl" and "gloo" meaning echo')
     doctor = commands.add_parser("doctor", help="tell what is installed and whether it works; under torchrun also live")
     doctor.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="device of the live check")
-    bench = commands.add_parser("bench", help="measure speed and error against the exact backend")
+    bench = commands.add_parser("bench", help="measure speed, error and accuracy against the exact backend")
     benches = bench.add_subparsers(dest="what", required=True)
     for name, module in BENCHES.items():
         module.add_arguments(benches.add_parser(name))

@@ -337,6 +337,14 @@ def set_unless_given(variable: str, value: str) -> None:
     os.environ.setdefault(variable, value)
 
 
+def tell_frameworks(rank: int, size: int, local_rank: int | None) -> None:
+    """Set the variables by which frameworks learn their rank, for a process that torchrun did not start or that shares
+    its GPU; `local_rank` is the index of its GPU. None: it uses the CPU, and is not to see any GPU."""
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(local_rank or 0)}
+    if local_rank is None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
 def launched_ranks() -> tuple[int, int, int] | None:
     """(rank, world size, rank on this host) as torchrun sets them; None for a program started by itself."""
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")

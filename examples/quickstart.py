@@ -1,7 +1,7 @@
 """A real language model, tensor-parallel, with the all-reduces of every layer sent in 16, 8 and 4 bits.
 
     torchrun --nproc-per-node 3 examples/quickstart.py                  # all rows: the inner backend, then echo
-    torchrun --nproc-per-node 3 examples/quickstart.py --backend gloo   # plain Gloo; echo is not even imported
+    torchrun --nproc-per-node 3 examples/quickstart.py --backend gloo   # plain Gloo; no echo group is made
 
 `ci/quickstart` prepares everything and runs the first line. Each row makes a process group, loads SmolLM2-135M into it
 with unmodified transformers, reads ordinary English (perplexity: lower is better), writes a few words, and takes the
@@ -23,11 +23,12 @@ from datetime import timedelta
 from pathlib import Path
 
 import quickstart_report as report
-import smollm2
 import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from echo_pg.bench import smollm2
 
 CHECKED_WINDOWS = 2  # windows whose logits are compared bit for bit between the inner backend and echo switched off
 CONVERSION_LIMIT = timedelta(minutes=10)

@@ -17,7 +17,9 @@ import json
 import math
 import pydoc_data.topics
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -75,11 +77,11 @@ def prepare_model(cache: Path, ranks: int) -> Path:
     return folder
 
 
-def field(reader, name: str):
+def field(reader: Any, name: str) -> Any:
     return reader.fields[name].contents()
 
 
-def build_tokenizer(reader):
+def build_tokenizer(reader: Any) -> Any:
     """The byte-level BPE tokenizer whose vocabulary and merges the GGUF file lists."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
@@ -95,7 +97,7 @@ def build_tokenizer(reader):
     control = [word for word, kind in zip(words, kinds, strict=True) if kind == CONTROL_TOKEN]
     tokenizer.add_special_tokens([AddedToken(word, special=True, normalized=False) for word in control])
 
-    def name_of(role: str) -> str:
+    def name_of(role: str) -> Any:
         return words[field(reader, f"tokenizer.ggml.{role}_token_id")]
 
     return PreTrainedTokenizerFast(
@@ -107,7 +109,7 @@ def build_tokenizer(reader):
     )
 
 
-def build_model(reader, kv_heads: int):
+def build_model(reader: Any, kv_heads: int) -> Any:
     """An ordinary LlamaForCausalLM in bf16 with `kv_heads` key/value heads, the ones beyond the third all zero."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -139,7 +141,7 @@ def build_model(reader, kv_heads: int):
     return model
 
 
-def read_weights(reader, config):
+def read_weights(reader: Any, config: Any) -> Iterator[tuple[str, np.ndarray]]:
     """Yields (transformers name, fp32 array) for every tensor of the file, padded to the heads of `config`."""
     from gguf import dequantize
 
@@ -167,10 +169,11 @@ def interleaved_to_halves(weight: np.ndarray, head_dim: int) -> np.ndarray:
     return weight.reshape(heads, head_dim // 2, 2, -1).swapaxes(1, 2).reshape(weight.shape)
 
 
-def load_model(folder: Path, dtype: torch.dtype):
+def load_model(folder: Path, dtype: torch.dtype) -> Any:
     """The model split over the ranks of the process group that stands now; plain transformers, any backend."""
     from transformers import AutoModelForCausalLM
 
+    split: dict[str, Any]
     try:
         from transformers.distributed import DistributedConfig
 
@@ -180,7 +183,7 @@ def load_model(folder: Path, dtype: torch.dtype):
     return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **split).eval()
 
 
-def load_tokenizer(folder: Path):
+def load_tokenizer(folder: Path) -> Any:
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(folder)
@@ -192,7 +195,7 @@ def english_text() -> str:
     return "\n\n".join(topics[name] for name in sorted(topics))
 
 
-def english_windows(tokenizer, windows: int, length: int) -> torch.Tensor:
+def english_windows(tokenizer: Any, windows: int, length: int) -> torch.Tensor:
     """Token ids [windows, length + 1]: each window reads `length` tokens and is scored on the one after each.
 
     Raises SystemExit when the text is shorter than that.
@@ -205,7 +208,7 @@ def english_windows(tokenizer, windows: int, length: int) -> torch.Tensor:
     return ids[:needed].unfold(0, length + 1, length).clone()
 
 
-def describe(folder: Path) -> dict:
+def describe(folder: Path) -> dict[str, Any]:
     """What results.json says about the model."""
     config = json.loads((folder / "config.json").read_text())
     keys = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "vocab_size")
