@@ -5,9 +5,15 @@ import sys
 from typing import Any
 
 from . import __version__, run
-from .bench import accuracy, allreduce, hooks, recompute
+from .bench import accuracy, allreduce, hooks, page, recompute
 
-BENCHES: dict[str, Any] = {"accuracy": accuracy, "allreduce": allreduce, "hooks": hooks, "recompute": recompute}
+BENCHES: dict[str, Any] = {
+    "accuracy": accuracy,
+    "allreduce": allreduce,
+    "hooks": hooks,
+    "recompute": recompute,
+    "report": page,
+}
 
 
 def main(arguments: list[str]) -> int:

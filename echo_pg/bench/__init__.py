@@ -1,6 +1,12 @@
-"""`python -m echo_pg bench allreduce`: the all-reduce against what it replaces, checked and timed in one run.
+"""The benches of `python -m echo_pg bench`; launch (ranks as processes) and results (circumstances, tables) serve all.
 
-cases (rows and sizes) · launch (ranks as processes) · collectives, two_collective (how each row adds up a tensor) ·
-bound (what a correct result may be off by) · measure (check, then time) · results (numbers, table, JSON lines) · plot ·
-allreduce (the command).
+allreduce: the all-reduce against what it replaces, checked and timed in one run.
+    cases (rows and sizes) · collectives, two_collective (how each row adds up a tensor) · bound (what a correct result
+    may be off by) · measure (check, then time) · plot · allreduce (the command)
+accuracy: what it does to the predictions of a language model.
+    text, smollm2 (what is read, by what) · accuracy_rows (options) · scoring (perplexity, divergence, greedy tokens) ·
+    growth (site by site) · accuracy_run (one rank) · accuracy_results, accuracy_plot · accuracy (the command)
+hooks, recompute: what telling passes apart costs; what activation checkpointing changes.
+    transformer (the small model of both)
+report: all of it on one page (page).
 """

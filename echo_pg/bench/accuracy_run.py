@@ -57,13 +57,21 @@ class Session:
         return time.perf_counter()
 
 
+@dataclass(frozen=True)
+class Reference:
+    """What the output layer reads in the 16-bit row, [tokens, hidden], and what tells it from another run's."""
+
+    hidden: Tensor
+    fingerprint: str
+
+
 def run_rank(rank: int, size: int, store_path: str | None, plan: dict[str, Any], local_rank: int | None = None) -> None:
     """Measures what the file lacks; rank 0 writes it there."""
     session, common = _start(rank, size, store_path, plan, rank if local_rank is None else local_rank)
     there = {key_of(record) for record in read_if_there(Path(plan["path"]))} if rank == 0 else set()
     todo = _agree_on_todo(session, common, there)
     progress = Progress(f"{size} ranks", sum(map(len, todo.values())), shown=rank == 0)
-    reference: dict[str, Tensor] = {}
+    reference: dict[str, Reference] = {}
     tokens: list[Tensor] = []
     for row in (*plan["rows"], *GROWTH_ROWS):
         for part in todo.get(row.name, ()):
@@ -87,6 +95,8 @@ def _start(
     gpus = torch.cuda.device_count() if on_gpu else 0
     if on_gpu and not gpus:
         raise RuntimeError("--device cuda, but torch sees no GPU")
+    if on_gpu and gpus < size and size % gpus:
+        raise RuntimeError(f"{size} ranks do not divide among {gpus} GPUs; CUDA_VISIBLE_DEVICES=0 puts all on one")
     device = torch.device("cuda", local_rank % gpus) if on_gpu else torch.device("cpu")
     options.tell_frameworks(rank, size, device.index)
     threads = max(1, len(results.usable_cores()) // size)
@@ -188,7 +198,7 @@ def _measure(
     session: Session,
     row: Row,
     part: str,
-    reference: dict[str, Tensor],
+    reference: dict[str, Reference],
     tokens: list[Tensor],
     say: Callable[[str], None],
 ) -> dict[str, Any]:
@@ -238,7 +248,7 @@ def _check(row: Row, chosen: Any, site_bytes: list[int], sites: int, quantized: 
 
 
 def _scores(
-    session: Session, model: Any, row: Row, reference: dict[str, Tensor], say: Callable[[str], None]
+    session: Session, model: Any, row: Row, reference: dict[str, Reference], say: Callable[[str], None]
 ) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, windows in session.windows.items():
@@ -251,14 +261,14 @@ def _scores(
         read = session.synchronize()
         is_reference = row.name == REFERENCE
         if is_reference:
-            reference[name] = hidden
-        scored = scoring.score(model, windows, hidden, None if is_reference else reference[name])
+            reference[name] = Reference(hidden, scoring.fingerprint(hidden)[:16])
+        scored = scoring.score(model, windows, hidden, None if is_reference else reference[name].hidden)
         found[name] = {
             "perplexity": scored.perplexity,
             "kl": scored.kl,
             "same_top": scored.same_top,
             "nll": [round(value, 6) for value in scored.nll],
-            "reference": scoring.fingerprint(reference[name])[:16],
+            "reference": reference[name].fingerprint,
             "forward_s": round(read - began, 4),
             "score_s": round(session.synchronize() - read, 4),
         }

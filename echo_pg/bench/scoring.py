@@ -69,28 +69,41 @@ def hidden_states(model: Any, windows: Tensor, batch: int, step: Any) -> Tensor:
 
 @torch.no_grad()
 def score(model: Any, windows: Tensor, hidden: Tensor, reference: Tensor | None) -> Scores:
-    """Of windows [n, length + 1] whose hidden states are given; called on all ranks alike.
+    """Of windows [n, length + 1] whose hidden states are given; called on all ranks alike."""
+    weight, offset = output_weight(model)
+    targets = windows[:, 1:].flatten().to(hidden.device) - offset
+    chunk = _CHUNK_TOKENS[hidden.device.type]
+    parts = []
+    for start in range(0, len(targets), chunk):
+        here = slice(start, start + chunk)
+        parts.append(_reduce(hidden[here], None if reference is None else reference[here], weight, targets[here]))
+    mine = torch.cat(parts, 1)
+    mine[1] += offset
+    if reference is not None:
+        mine[5] += offset
+    return _combine(_gather(mine), len(windows))
 
-    Raises ValueError where the output layer is not split evenly by vocabulary.
+
+def output_weight(model: Any) -> tuple[Tensor, int]:
+    """This rank's part of the output layer, [words, hidden], and the number of its first word.
+
+    Raises ValueError where the layer is not split evenly by vocabulary.
     """
     weight = model.lm_head.weight
     weight = weight.to_local() if hasattr(weight, "to_local") else weight
     rank, size = dist.get_rank(), dist.get_world_size()
     if weight.shape[0] * size != model.config.vocab_size:
         raise ValueError(f"{model.config.vocab_size} words over {size} ranks, but rank {rank} has {weight.shape[0]}")
-    targets = windows[:, 1:].flatten().to(hidden.device) - rank * weight.shape[0]
-    chunk = _CHUNK_TOKENS[hidden.device.type]
-    parts = []
-    for start in range(0, len(targets), chunk):
-        here = slice(start, start + chunk)
-        parts.append(_reduce(hidden[here], None if reference is None else reference[here], weight, targets[here]))
-    mine = torch.cat(parts, 1).cpu()
-    mine[1] += rank * weight.shape[0]
-    if reference is not None:
-        mine[5] += rank * weight.shape[0]
-    gathered = [torch.empty_like(mine) for _ in range(size)]
+    return weight, rank * weight.shape[0]
+
+
+def _gather(mine: Tensor) -> Tensor:
+    """[ranks, ...] on the CPU, of a small float64 tensor of each rank; too small and of the wrong type to be
+    quantized, and outside of every module."""
+    mine = mine.cpu()
+    gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
     dist.all_gather(gathered, mine)
-    return _combine(torch.stack(gathered), len(windows))
+    return torch.stack(gathered)
 
 
 def _reduce(hidden: Tensor, reference: Tensor | None, weight: Tensor, targets: Tensor) -> Tensor:
@@ -139,18 +152,18 @@ def fingerprint(tensor: Tensor) -> str:
 
 @torch.no_grad()
 def continuations(model: Any, prompts: Tensor, new_tokens: int) -> Tensor:
-    """Greedy tokens [n, new_tokens] after prompts [n, length], all prompts in one batch, on the CPU; the end-of-text
-    token is never chosen."""
-    prompts = prompts.to(model.device)
-    made = model.generate(
-        input_ids=prompts,
-        attention_mask=torch.ones_like(prompts),
-        max_new_tokens=new_tokens,
-        min_new_tokens=new_tokens,
-        do_sample=False,
-        pad_token_id=0,
-    )
-    return made[:, prompts.shape[1] :].cpu()
+    """Greedy tokens [n, new_tokens] after prompts [n, length], all prompts in one batch, on the CPU; an end-of-text
+    token ends nothing. One pass reads the prompts, each further one a token."""
+    weight, offset = output_weight(model)
+    tokens, cache, made = prompts.to(model.device), None, []
+    for _ in range(new_tokens):
+        found = model.model(input_ids=tokens, past_key_values=cache, use_cache=True)
+        cache = found.past_key_values
+        top, word = F.linear(found.last_hidden_state[:, -1], weight).float().max(-1)
+        tops, words = _gather(torch.stack([top.double(), word.double() + offset])).unbind(1)
+        made.append(words.gather(0, tops.argmax(0)[None])[0].long())
+        tokens = made[-1][:, None].to(model.device)
+    return torch.stack(made, 1)
 
 
 def agreement(tokens: Tensor, reference: Tensor) -> dict[str, float]:

