@@ -80,14 +80,12 @@ def test_from_end_to_end_and_again(
         exact, off = scores[REFERENCE]["scores"][text], scores["switched off"]["scores"][text]
         assert exact["kl"] is None and len(exact["nll"]) == 3
         assert off["nll"] == exact["nll"] and (off["kl"], off["same_top"]) == (0.0, 1.0)
-        print("KL", [scores[row]["scores"][text]["kl"] for row in (PLAIN, "4-bit default")])
         assert all(scores[row]["scores"][text]["kl"] > 0.001 for row in (PLAIN, "4-bit default"))
         assert exact["perplexity"] == pytest.approx(math.exp(sum(exact["nll"]) / 96), rel=1e-6)  # nll has 6 decimals
     # Two windows and then one, of each text, make four passes over two sites a layer.
     assert scores[PLAIN]["calls_quantized"] == 4 * 2 * LAYERS and scores[REFERENCE]["calls_quantized"] == 0
     said = made[PLAIN, "greedy"]
     assert said["forwards"] == 5 and said["calls_quantized"] == 5 * 2 * LAYERS
-    print("SAME", said["greedy"])
     assert made[REFERENCE, "greedy"]["greedy"]["same_tokens"] == 1.0 and 0.0 < said["greedy"]["same_tokens"] < 1.0
     growth = made["growth: group", "growth"]["sites"]
     assert len(growth) == 2 * LAYERS and growth[0]["sent_rms"] == growth[0]["x_rms"] and growth[2]["sent_rms"] > 0

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import statistics
 import sys
 import time
 from collections.abc import Iterable, Sequence
@@ -67,7 +68,8 @@ def gap_closed(
 
     The three are negative log-likelihoods [windows], sums in nats over the same windows, of `tokens` tokens together.
     The error is a jackknife's over windows: it says how the share depends on which windows were read, all else equal.
-    NaN where the gap is not larger than three of its own standard errors: then there is nothing to close.
+    NaN where the windows' differences of `plain` and `exact` are not positive by more than three standard errors of
+    their mean: then there is nothing to close.
     """
     count = len(exact)
     per_window = tokens / count
@@ -81,10 +83,10 @@ def gap_closed(
     mine, theirs, best = perplexities(None)
     if count < 2:
         return ((theirs - mine) / (theirs - best) if theirs > best else math.nan), math.nan
-    left_out = [perplexities(window) for window in range(count)]
-    gaps = [theirs - best for _, theirs, best in left_out]
-    if theirs - best <= 3 * _jackknife(gaps):
+    lost = [theirs - best for theirs, best in zip(plain, exact, strict=True)]
+    if statistics.fmean(lost) <= 3 * statistics.stdev(lost) / math.sqrt(count):
         return math.nan, math.nan
+    left_out = [perplexities(window) for window in range(count)]
     shares = [(theirs - mine) / (theirs - best) for mine, theirs, best in left_out]
     return (theirs - mine) / (theirs - best), _jackknife(shares)
 

@@ -8,6 +8,7 @@ output layer), from which the same matrix product gives its logits again, bit fo
 from __future__ import annotations
 
 import hashlib
+import inspect
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -155,10 +156,13 @@ def continuations(model: Any, prompts: Tensor, new_tokens: int) -> Tensor:
     """Greedy tokens [n, new_tokens] after prompts [n, length], all prompts in one batch, on the CPU; an end-of-text
     token ends nothing. One pass reads the prompts, each further one a token."""
     weight, offset = output_weight(model)
-    tokens, cache, made = prompts.to(model.device), None, []
+    from transformers import DynamicCache
+
+    named = "cache" if "cache" in inspect.signature(model.model.forward).parameters else "past_key_values"
+    kept = {named: DynamicCache(config=model.config), "use_cache": True}
+    tokens, made = prompts.to(model.device), []
     for _ in range(new_tokens):
-        found = model.model(input_ids=tokens, past_key_values=cache, use_cache=True)
-        cache = found.past_key_values
+        found = model.model(input_ids=tokens, **kept)
         top, word = F.linear(found.last_hidden_state[:, -1], weight).float().max(-1)
         tops, words = _gather(torch.stack([top.double(), word.double() + offset])).unbind(1)
         made.append(words.gather(0, tops.argmax(0)[None])[0].long())
