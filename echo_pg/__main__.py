@@ -5,7 +5,7 @@ import sys
 from typing import Any
 
 from . import __version__, run
-from .bench import accuracy, allreduce, hooks, page, recompute
+from .bench import accuracy, allreduce, hooks, page, recompute, train
 
 BENCHES: dict[str, Any] = {
     "accuracy": accuracy,
@@ -13,6 +13,7 @@ BENCHES: dict[str, Any] = {
     "hooks": hooks,
     "recompute": recompute,
     "report": page,
+    "train": train,
 }
 
 

@@ -10,7 +10,7 @@ from .results import Record, by
 
 # Okabe and Ito's colours, told apart with any kind of colour vision. A row keeps its colour in all its variants; what
 # differs is the line. With more rows than colours the next round is drawn dash-dotted.
-_COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
 _VARIANTS = {"-d0": "--", "-rot": ":"}
 _MARKERS = "osD^vPX*<>h"
 _NAMES = {"gloo": "Gloo", "nccl": "NCCL"}
@@ -117,8 +117,8 @@ def _family(row: str) -> tuple[str, str]:
 
 
 def _style(family: int, variant: str) -> dict[str, Any]:
-    later_round = "-." if family >= len(_COLOURS) else "-"
-    return {"color": _COLOURS[family % len(_COLOURS)], "linestyle": _VARIANTS.get(variant, later_round)}
+    later_round = "-." if family >= len(COLOURS) else "-"
+    return {"color": COLOURS[family % len(COLOURS)], "linestyle": _VARIANTS.get(variant, later_round)}
 
 
 def _curve(axis: Any, label: str, points: list[tuple[float, float, bool]], style: dict[str, Any]) -> Any:

@@ -131,7 +131,7 @@ def records(common: Record, ranks: int, dtype: str, size_bytes: int, rows: list[
                 "row": name,
                 "label": measured.row.label,
                 "baseline": baseline,
-                "options": _plain_options(measured.options),
+                "options": plain_options(measured.options),
                 "look_ahead": measured.row.look_ahead,
                 "then_matmul": measured.row.then_matmul,
                 "path": measured.path,
@@ -155,7 +155,8 @@ def records(common: Record, ranks: int, dtype: str, size_bytes: int, rows: list[
     return made
 
 
-def _plain_options(chosen: Any) -> Record | None:
+def plain_options(chosen: Any) -> Record | None:
+    """echo_pg.Options as they are written to JSON; None for None."""
     if chosen is None:
         return None
     fields = dataclasses.asdict(dataclasses.replace(chosen, inner_options=None))
@@ -168,16 +169,16 @@ def append(path: Path, made: Iterable[Record]) -> None:
         file.writelines(json.dumps(record) + "\n" for record in made)
 
 
-def read(path: Path) -> list[Record]:
-    """Raises ValueError, naming the line, for what is no record of this benchmark."""
+def read(path: Path, bench: str = "allreduce") -> list[Record]:
+    """Raises ValueError, naming the line, for what is no record of the benchmark `bench`."""
     made = []
     for number, line in enumerate(path.read_text().splitlines(), 1):
         try:
             record = json.loads(line)
         except json.JSONDecodeError as error:
             raise ValueError(f"{path}:{number}: no JSON: {error}") from None
-        if not isinstance(record, dict) or record.get("bench") != "allreduce":
-            raise ValueError(f"{path}:{number}: no record of `bench allreduce`")
+        if not isinstance(record, dict) or record.get("bench") != bench:
+            raise ValueError(f"{path}:{number}: no record of `bench {bench}`")
         made.append(record)
     if not made:
         raise ValueError(f"{path}: holds no record")

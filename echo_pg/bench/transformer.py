@@ -130,19 +130,40 @@ def local(tensor: Tensor) -> Tensor:
 
 
 class MasterAdamW:
-    """AdamW on fp32 copies of this rank's part of bfloat16 parameters: updates smaller than their rounding count."""
+    """AdamW on fp32 copies of this rank's part of bfloat16 parameters: updates smaller than their rounding count.
 
-    def __init__(self, model: nn.Module, lr: float) -> None:
+    settings: of torch's AdamW; weight_decay (default 0) is for parameters of two or more dimensions.
+    """
+
+    def __init__(self, model: nn.Module, lr: float, weight_decay: float = 0.0, **settings: Any) -> None:
         self.parameters = list(model.parameters())
         self.masters = [local(parameter.detach()).float() for parameter in self.parameters]
-        self.inner = torch.optim.AdamW(self.masters, lr=lr, weight_decay=0.0)
+        groups = [
+            {"params": [master for master in self.masters if (master.dim() > 1) == matrices], "weight_decay": decay}
+            for matrices, decay in ((True, weight_decay), (False, 0.0))
+        ]
+        self.inner = torch.optim.AdamW([group for group in groups if group["params"]], lr=lr, **settings)
 
     @torch.no_grad()
-    def step(self) -> None:
+    def take_gradients(self) -> list[Tensor]:
+        """Move the parameters' gradients to the copies, as fp32; returns them, in the order of the parameters."""
+        gradients = []
         for parameter, master in zip(self.parameters, self.masters, strict=True):
             assert parameter.grad is not None
             master.grad = local(parameter.grad).float()
             parameter.grad = None
+            gradients.append(master.grad)
+        return gradients
+
+    @torch.no_grad()
+    def update(self, lr: float | None = None) -> None:
+        """One step with the gradients that were taken; `lr` from now on, if given."""
+        for group in self.inner.param_groups if lr is not None else ():
+            group["lr"] = lr
         self.inner.step()
         for parameter, master in zip(self.parameters, self.masters, strict=True):
             local(parameter.detach()).copy_(master)
+
+    def step(self) -> None:
+        self.take_gradients()
+        self.update()
