@@ -5,7 +5,7 @@ import sys
 from typing import Any
 
 from . import __version__, run
-from .bench import accuracy, allreduce, hooks, page, recompute, train
+from .bench import accuracy, allreduce, hooks, page, recompute, theory, train
 
 BENCHES: dict[str, Any] = {
     "accuracy": accuracy,
@@ -13,6 +13,9 @@ BENCHES: dict[str, Any] = {
     "hooks": hooks,
     "recompute": recompute,
     "report": page,
+    "theory": theory,
+    "train": train,
+}
     "train": train,
 }
 

@@ -18,7 +18,7 @@ from typing import Any
 from .. import build, options
 from . import launch, results, train_report
 
-_DTYPES = {"dtypes": ("bfloat16",), "min_bytes": 0}
+_DTYPES: dict[str, Any] = {"dtypes": ("bfloat16",), "min_bytes": 0}
 # Name -> what makes it, all else as shipped; None for the inner backend itself. Labels are in train_report.
 VARIANTS: dict[str, dict[str, Any] | None] = {
     "16bit": None,
@@ -39,14 +39,14 @@ RATES = ("4bit@2.0e-4", "4bit@2.5e-4", "4bit@3.0e-4", "4bit@3.5e-4")
 _SETS = {"main": ROWS, "rates": RATES}
 # What of a record says which training it is. Versions and commit do not: a file may be continued after an upgrade.
 IDENTITY = (
-    "preset", "row", "lr", "seed", "options", "model", "batch", "length", "steps", "warmup", "tail", "lr_scale", "ranks",
-    "device", "text_hash",
+    "preset", "row", "lr", "seed", "options", "model", "batch", "length", "steps", "warmup", "tail", "lr_scale",
+    "ranks", "device", "text_hash",
 )  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Preset:
-    """model: fields of qwen3.Shape; batch sequences of `length` bytes a step."""
+    """model: fields of split.Shape; batch sequences of `length` bytes a step."""
 
     model: dict[str, int]
     batch: int

@@ -21,16 +21,16 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from .. import options, report
-from . import qwen3, results, transformer
+from . import results, split, transformer
 from .progress import Bar
 
-ADAM = {"betas": (0.9, 0.95), "eps": 1e-5, "weight_decay": 0.1}
+ADAM: dict[str, Any] = {"betas": (0.9, 0.95), "eps": 1e-5, "weight_decay": 0.1}
 CLIP = 1.0
 FLOOR = 3e-5  # the rate at the end, before it is scaled
 _TIMEOUT = timedelta(minutes=5)
 _POINTS = 100  # of the curve that is kept
-# Of the batches of the tail, the same for all seeds: what differs between seeds is then the model and what it has learnt
-# from, not how hard the text is that the last losses are taken from.
+# Of the batches of the tail, the same for all seeds: what differs between seeds is then the model and what it has
+# learnt from, not how hard the text is that the last losses are taken from.
 _TAIL_SEED = 1 << 30
 _LOOK_EVERY = 10  # steps between two looks at a loss on a GPU
 
@@ -43,11 +43,11 @@ def learning_rate(step: int, peak: float, floor: float, warmup: int, steps: int)
     return floor + (peak - floor) * 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
 
 
-def load_text(folder: str | None) -> Tensor:
-    """The bytes that are learnt, uint8: `prose-train.txt` of the folder, or the standard library's docstrings."""
+def load_text(folder: str | Path | None, name: str = "prose-train.txt") -> Tensor:
+    """The bytes of one text of a folder, uint8; without a folder the standard library's docstrings."""
     if folder is None:
         return transformer.text()
-    return torch.frombuffer(bytearray((Path(folder) / "prose-train.txt").read_bytes()), dtype=torch.uint8)
+    return torch.frombuffer(bytearray((Path(folder) / name).read_bytes()), dtype=torch.uint8)
 
 
 def text_hash(data: Tensor) -> str:
@@ -96,12 +96,13 @@ class Training:
         settings = None if run["options"] is None else options.Options(**run["options"])
         self.quantizes = settings is not None and settings.policy != "off"
         self.group = make_group(place, settings)
-        shape = qwen3.Shape(**plan["model"])
+        shape = split.Shape(**plan["model"])
         self.sums_per_step = 4 * shape.layers
-        model = qwen3.make(shape, plan["length"], run["seed"], place.device, self.group, place.size, place.rank)
-        self.model = model
-        self.kinds = [kind for _, kind in qwen3.split_parameters(model)]
-        self.optimizer = transformer.MasterAdamW(model, 0.0, **ADAM)
+        self.model = split.qwen3(shape, plan["length"], run["seed"], place.device)
+        split.split(self.model, place.size, place.rank, split.adding_over(self.group))
+        self.model.to(place.device)
+        self.kinds = list(split.kinds(self.model))
+        self.optimizer = transformer.MasterAdamW(self.model, 0.0, **ADAM)
         self.peak, self.floor = run["lr"] * plan["lr_scale"], FLOOR * plan["lr_scale"]
 
     def step(self, number: int, tokens: Tensor, targets: Tensor) -> Tensor:

@@ -123,8 +123,9 @@ def title(first: Record) -> str:
     model = first["model"]
     return (
         f"preset {first['preset']}: {model['layers']} layers of width {model['width']}, {first['ranks']} ranks, "
-        f"{first['steps']} steps of {first['batch']} x {first['length']} bytes, rates x {first['lr_scale']:g}, tail: last "
-        f"{first['tail']} steps\n{first['device_name']}, torch {first['torch']}, echo {first['echo']} {first['commit']}"
+        f"{first['steps']} steps of {first['batch']} x {first['length']} bytes, rates x {first['lr_scale']:g}, "
+        f"tail: last {first['tail']} steps\n{first['device_name']}, torch {first['torch']}, "
+        f"echo {first['echo']} {first['commit']}"
     )
 
 
@@ -143,8 +144,8 @@ def verdicts(made: list[Record]) -> list[str]:
         said.append(f"4 bits without feedback ends {plain['percent']:+.2f} % from 16 bits; one seed gives no spread")
     else:
         said.append(
-            f"4 bits without feedback ends {plain['percent']:+.2f} % from 16 bits: {unpaired:.1f} s.d. of 16 bits over seeds, "
-            f"{paired:.1f} s.d. of the difference at equal seeds; the run "
+            f"4 bits without feedback ends {plain['percent']:+.2f} % from 16 bits: {unpaired:.1f} s.d. of 16 bits over "
+            f"seeds, {paired:.1f} s.d. of the difference at equal seeds; the run "
             + (
                 "discriminates"
                 if unpaired > DISCRIMINATES
