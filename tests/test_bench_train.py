@@ -168,6 +168,6 @@ def test_a_bar_ends_full(capsys: pytest.CaptureFixture[str], monkeypatch: pytest
 
 def test_records_are_plain_json() -> None:
     plan = dict.fromkeys(train.IDENTITY) | {"row": "4bit"}
-    run = train._run(plan, "4bit", 3e-4, 0, shared=True)
+    run = train._run(plan, "4bit", 3e-4, 0, {"allow_shared_gpu": True})
     assert json.loads(json.dumps(run["identity"])) == run["identity"]
     assert run["identity"]["options"]["allow_shared_gpu"] is True and run["options"]["min_bytes"] == 0

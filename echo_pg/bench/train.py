@@ -68,7 +68,7 @@ PRESETS = {
     ),
     "h200x2": Preset(
         {"layers": 28, "width": 1024, "heads": 16, "head_width": 128, "kv_heads": 8, "ffn": 3072},
-        batch=24, length=1024, steps=400, seeds=1, what="two H200s; Qwen3-0.6B with a vocabulary of bytes",
+        batch=24, length=1024, steps=300, seeds=1, what="two H200s; Qwen3-0.6B with a vocabulary of bytes",
     ),
 }  # fmt: skip
 
@@ -95,6 +95,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--layers", type=int)
     parser.add_argument("--batch", type=int)
     parser.add_argument("--lr-scale", type=float, default=1.0, help="factor on all rates")
+    parser.add_argument("--fabric", choices=("peer", "wire"), help="what carries the codes; default: as shipped")
     parser.add_argument("--at-most", type=int, metavar="N", help="do N trainings now, the others when called again")
     parser.add_argument("--out", type=Path, default=Path("bench-out"), metavar="DIR")
     parser.add_argument("--report-only", type=Path, metavar="FILE.jsonl", help="show a run again")
@@ -153,7 +154,9 @@ def make_plan(chosen: argparse.Namespace) -> dict[str, Any]:
         raise ValueError(
             f"--ranks: {chosen.ranks} must divide the {model['kv_heads']} key/value heads, and be 2 or more"
         )
-    shared = chosen.device == "cuda" and _gpus() < chosen.ranks
+    more = {} if chosen.fabric is None else {"fabric": chosen.fabric}
+    if chosen.device == "cuda" and _gpus() < chosen.ranks:
+        more["allow_shared_gpu"] = True
     plan = {
         "preset": chosen.preset, "device": chosen.device, "ranks": chosen.ranks, "model": model,
         "batch": batch, "length": preset.length, "steps": steps, "warmup": max(1, steps // 20),
@@ -162,7 +165,7 @@ def make_plan(chosen: argparse.Namespace) -> dict[str, Any]:
         "lr_scale": chosen.lr_scale,
     }  # fmt: skip
     plan["runs"] = [
-        _run(plan, name, rate, seed, shared) for seed in range(seeds) for name, rate in choose_rows(chosen.rows)
+        _run(plan, name, rate, seed, more) for seed in range(seeds) for name, rate in choose_rows(chosen.rows)
     ]
     return plan
 
@@ -179,9 +182,9 @@ def choose_rows(text: str) -> list[tuple[str, float]]:
     return list(chosen)
 
 
-def _run(plan: dict[str, Any], name: str, rate: float, seed: int, shared: bool) -> dict[str, Any]:
+def _run(plan: dict[str, Any], name: str, rate: float, seed: int, more: dict[str, Any]) -> dict[str, Any]:
     changes = VARIANTS[name]
-    given = None if changes is None else _DTYPES | changes | ({"allow_shared_gpu": True} if shared else {})
+    given = None if changes is None else _DTYPES | changes | more
     described = None if given is None else results.plain_options(options.Options(**given))
     run = {"row": name, "lr": rate, "seed": seed, "options": given}
     whole = plan | run | {"options": described}
