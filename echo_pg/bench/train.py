@@ -90,7 +90,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="main",
         help=f"VARIANT@RATE,... of {', '.join(VARIANTS)}; or main, four, rates (table 7b); e.g. main,rates",
     )
-    parser.add_argument("--seeds", help="their number, counted from 0")
+    parser.add_argument("--seeds", type=int, help="their number, counted from 0")
     parser.add_argument("--steps", type=int)
     parser.add_argument("--layers", type=int)
     parser.add_argument("--batch", type=int)
@@ -146,10 +146,11 @@ def make_plan(chosen: argparse.Namespace) -> dict[str, Any]:
     preset = PRESETS[chosen.preset]
     steps = preset.steps if chosen.steps is None else chosen.steps
     model = preset.model | ({} if chosen.layers is None else {"layers": chosen.layers})
-    seeds = preset.seeds if chosen.seeds is None else int(chosen.seeds)
+    seeds = preset.seeds if chosen.seeds is None else chosen.seeds
     batch = preset.batch if chosen.batch is None else chosen.batch
-    if not (steps >= 1 and seeds >= 1 and batch >= 1 and model["layers"] >= 1):
-        raise ValueError("--steps, --seeds, --batch and --layers are at least 1")
+    most = 1 if chosen.at_most is None else chosen.at_most
+    if min(steps, seeds, batch, model["layers"], most) < 1:
+        raise ValueError("--steps, --seeds, --batch, --layers and --at-most are at least 1")
     if chosen.ranks < 2 or model["kv_heads"] % chosen.ranks:
         raise ValueError(
             f"--ranks: {chosen.ranks} must divide the {model['kv_heads']} key/value heads, and be 2 or more"
@@ -205,8 +206,6 @@ def _gpus() -> int:
 
 
 def _show(path: Path, out: Path) -> int:
-    if not path.exists():
-        raise ValueError(f"{path}: no such file")
     made = results.read(path, "train")
     print(train_report.text_of(made))
     print(f"\n{path}")

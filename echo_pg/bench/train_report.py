@@ -78,41 +78,25 @@ def _ratio(value: float | None, spread: float | None) -> float | None:
     return value / spread if value is not None and spread else None
 
 
+HEAD = (
+    "row", "peak lr", "seeds", "tail loss", "s.d.", "bits/byte", "- 16 bits", "s.d.", "%", "diff / s.d. of 16 bits",
+    "diff / its s.d.", "ms/step",
+)  # fmt: skip
+
+
 def table(made: list[Record]) -> str:
-    first = made[0]
-    lines = [
-        [
-            "row",
-            "peak lr",
-            "seeds",
-            "tail loss",
-            "s.d.",
-            "bits/byte",
-            "- 16 bits",
-            "s.d.",
-            "%",
-            "diff / s.d. of 16 bits",
-            "diff / its s.d.",
-            "ms/step",
-        ]
-    ]
+    """Of one campaign. The last two ratios hold a row's distance against the spread of exact trainings over seeds, and
+    against its own spread where both trainings of a pair have the same seed."""
+    lines = [list(HEAD)]
     for line in summary(made):
-        cells = [
-            LABELS[line["row"]] + (" DIVERGED" if line["diverged"] else ""),
-            f"{line['lr']:.1e}",
-            str(line["seeds"]),
-            f"{line['tail']:.4f}",
-        ]
-        cells += [_cell(line["tail_sd"], ".4f"), f"{line['bits_per_byte']:.3f}"]
-        compared = line["row"] != BASELINE
-        cells.append(_cell(line["difference"] if compared else None, "+.4f"))
-        cells.append(_cell(line["difference_sd"] if compared else None, ".4f"))
-        cells.append(_cell(line["percent"] if compared else None, "+.2f"))
-        cells.append(_cell(_ratio(line["difference"], line["exact_sd"]) if compared else None, "+.1f"))
-        cells.append(_cell(_ratio(line["difference"], line["difference_sd"]) if compared else None, "+.1f"))
-        cells.append(f"{line['ms_per_step']:.0f}")
-        lines.append(cells)
-    return f"{title(first)}\n{results.grid(lines)}"
+        apart = line if line["row"] != BASELINE else dict.fromkeys(line)
+        cells = [LABELS[line["row"]] + (" DIVERGED" if line["diverged"] else ""), f"{line['lr']:.1e}"]
+        cells += [str(line["seeds"]), f"{line['tail']:.4f}", _cell(line["tail_sd"], ".4f")]
+        cells += [f"{line['bits_per_byte']:.3f}", _cell(apart["difference"], "+.4f")]
+        cells += [_cell(apart["difference_sd"], ".4f"), _cell(apart["percent"], "+.2f")]
+        cells += [_cell(_ratio(apart["difference"], apart[spread]), "+.1f") for spread in ("exact_sd", "difference_sd")]
+        lines.append([*cells, f"{line['ms_per_step']:.0f}"])
+    return f"{title(made[0])}\n{results.grid(lines)}"
 
 
 def _cell(value: float | None, shape: str) -> str:
@@ -130,41 +114,40 @@ def title(first: Record) -> str:
 
 
 def verdicts(made: list[Record]) -> list[str]:
-    """What the issue of accuracy asks, answered by one campaign; nothing is claimed where it does not discriminate."""
-    lines = {(line["row"], line["lr"]): line for line in summary(made)}
-    said = []
-    diverged = [f"{LABELS[row]} at {lr:.1e}" for (row, lr), line in lines.items() if line["diverged"]]
-    said.append(f"diverged: {', '.join(diverged)}" if diverged else "no training diverged")
-    plain = next((line for (row, _), line in lines.items() if row == UNCOMPENSATED), None)
+    """What one campaign shows, in words; where it does not discriminate it says so."""
+    lines = summary(made)
+    diverged = [f"{LABELS[line['row']]} at {line['lr']:.1e}" for line in lines if line["diverged"]]
+    said = [f"diverged: {', '.join(diverged)}" if diverged else "no training diverged"]
+    plain = next((line for line in lines if line["row"] == UNCOMPENSATED), None)
     if plain is None or plain["difference"] is None:
         return [*said, "without the rows of 16 bits and of 4 bits without feedback nothing can be concluded"]
+    said.append(f"4 bits without feedback ends {plain['percent']:+.2f} % from 16 bits" + _power(plain))
+    for line in lines:
+        if line["row"] in (BASELINE, UNCOMPENSATED) or line["percent"] is None:
+            continue
+        within = "within" if line["percent"] < MOST_PERCENT else "NOT within"
+        text = f"{LABELS[line['row']]} at {line['lr']:.1e}: {line['percent']:+.2f} %, {within} {MOST_PERCENT} %"
+        if line["lr"] == plain["lr"] and plain["difference"] > 0:
+            text += f", {100 * (1 - line['difference'] / plain['difference']):.0f} % of the gap without feedback closed"
+        said.append(text)
+    return said
+
+
+def _power(plain: dict[str, Any]) -> str:
+    """Whether the run tells 4 bits without feedback from 16 bits."""
     unpaired = _ratio(plain["difference"], plain["exact_sd"])
     paired = _ratio(plain["difference"], plain["difference_sd"])
     if unpaired is None or paired is None:
-        said.append(f"4 bits without feedback ends {plain['percent']:+.2f} % from 16 bits; one seed gives no spread")
-    else:
-        said.append(
-            f"4 bits without feedback ends {plain['percent']:+.2f} % from 16 bits: {unpaired:.1f} s.d. of 16 bits over "
-            f"seeds, {paired:.1f} s.d. of the difference at equal seeds; the run "
-            + (
-                "discriminates"
-                if unpaired > DISCRIMINATES
-                else "discriminates between equal seeds only"
-                if paired > DISCRIMINATES
-                else "does not discriminate"
-            )
-        )
-    for (row, lr), line in lines.items():
-        if row not in (BASELINE, UNCOMPENSATED) and line["percent"] is not None:
-            within = "within" if line["percent"] < MOST_PERCENT else "NOT within"
-            share = 1 - line["difference"] / plain["difference"] if plain["difference"] > 0 else None
-            closed = (
-                f", {100 * share:.0f} % of the gap without feedback closed"
-                if share is not None and lr == plain["lr"]
-                else ""
-            )
-            said.append(f"{LABELS[row]} at {lr:.1e}: {line['percent']:+.2f} %, {within} {MOST_PERCENT} %{closed}")
-    return said
+        return "; one seed gives no spread"
+    verdict = "does not discriminate"
+    if unpaired > DISCRIMINATES:
+        verdict = "discriminates"
+    elif paired > DISCRIMINATES:
+        verdict = "discriminates between equal seeds only"
+    return (
+        f": {unpaired:.1f} s.d. of 16 bits over seeds, {paired:.1f} s.d. of the difference at equal seeds; "
+        f"the run {verdict}"
+    )
 
 
 def text_of(made: list[Record]) -> str:
