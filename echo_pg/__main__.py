@@ -16,8 +16,6 @@ BENCHES: dict[str, Any] = {
     "theory": theory,
     "train": train,
 }
-    "train": train,
-}
 
 
 def main(arguments: list[str]) -> int:

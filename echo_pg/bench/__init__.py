@@ -1,4 +1,5 @@
-"""The benches of `python -m echo_pg bench`; launch (ranks as processes) and results (circumstances, tables) serve all.
+"""The benches of `python -m echo_pg bench`; launch (ranks as processes), results (circumstances, tables) and progress
+serve all.
 
 allreduce: the all-reduce against what it replaces, checked and timed in one run.
     cases (rows and sizes) · collectives, two_collective (how each row adds up a tensor) · bound (what a correct result
@@ -6,7 +7,10 @@ allreduce: the all-reduce against what it replaces, checked and timed in one run
 accuracy: what it does to the predictions of a language model.
     text, smollm2 (what is read, by what) · accuracy_rows (options) · scoring (perplexity, divergence, greedy tokens) ·
     growth (site by site) · accuracy_run (one rank) · accuracy_results, accuracy_plot · accuracy (the command)
+train, theory: whole trainings; errors against the paper's bounds.
+    split (a model over ranks) · train_rank, theory_rank (what a rank does) · train_report, theory_report (tables and
+    plots from records) · train, theory (the commands)
 hooks, recompute: what telling passes apart costs; what activation checkpointing changes.
-    transformer (the small model of both)
+    transformer (the small model of both, and the text and optimizer of train)
 report: all of it on one page (page).
 """
