@@ -168,8 +168,8 @@ def backward_table(made: list[Record]) -> str:
         lines.append(
             [
                 LABELS[record["row"]],
-                f"{max(stream):.2f}",
-                *(f"{value:.2f}" for value in marks),
+                f"{max(stream):.3f}",
+                *(f"{value:.4f}" for value in marks),
                 f"{first_term(record):.2f}",
             ]
         )
