@@ -20,7 +20,7 @@ void with_kernels(DType dtype, int32_t bits, Body body) {
 }
 
 // Lanes that a call of this plan walks on, and groups per tile: whole rounds of the block's warps where a segment has
-// so many, else a share for every lane.
+// so many, else a share for every lane, in whole tasks: what is left of a task goes the exact way, which is slow.
 struct Walk {
   int32_t lanes;
   int64_t tile_groups;
@@ -32,7 +32,13 @@ Walk plan_walk(const Plan& plan, const SlabShape& slab, Kind kind) {
   const int32_t most = slab.lanes / kMostPeerBlocks * peer_blocks(state_kind(plan), kind);
   walk.tile_groups = peer_tile_groups(plan, SlabShape{slab.world_size, most, slab.slot_bytes});
   const int64_t round = static_cast<int64_t>(kPeerWarps) * groups_per_task(plan.codec);
-  if (walk.tile_groups > round) walk.tile_groups -= walk.tile_groups % round;
+  if (walk.tile_groups > round) {
+    walk.tile_groups -= walk.tile_groups % round;
+  } else {
+    const int64_t fits = slab.slot_bytes / (code_bytes(plan.codec) + param_bytes(plan.codec));
+    const int64_t task = groups_per_task(plan.codec);
+    walk.tile_groups = min_i64(fits, ceil_div(walk.tile_groups, task) * task);
+  }
   walk.tiles = ceil_div(segment_groups(plan), walk.tile_groups);
   walk.lanes = static_cast<int32_t>(min_i64(most, walk.tiles));
   return walk;

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import __version__
-from . import accuracy_plot, accuracy_results, plot, recompute, results
+from . import accuracy_plot, accuracy_results, plot, recompute, results, theory_report, train_report
 
 Record = dict[str, Any]
 
@@ -53,6 +53,17 @@ def _allreduce(made: list[Record], folder: Path, stem: str, draws: bool) -> Cont
     return Content(tables, plot.draw(made, folder, stem) if draws else [])
 
 
+def _train(made: list[Record], folder: Path, stem: str, draws: bool) -> Content:
+    parts = list(train_report.campaigns(made))
+    plots = [train_report.draw(part, folder / f"{stem}-{n}.png") for n, part in enumerate(parts) if draws]
+    return Content([("training", train_report.text_of(made))], plots)
+
+
+def _theory(made: list[Record], folder: Path, stem: str, draws: bool) -> Content:
+    plots = theory_report.draw(made, folder, stem) if draws else []
+    return Content([("sums of errors and the paper's bounds", theory_report.text_of(made))], plots)
+
+
 def _recompute(made: list[Record], _folder: Path, _stem: str, _draws: bool) -> Content:
     return Content([(record["repeat_with"], recompute.table(record)) for record in made])
 
@@ -60,6 +71,8 @@ def _recompute(made: list[Record], _folder: Path, _stem: str, _draws: bool) -> C
 # In the order of the page.
 SECTIONS = (
     Section("accuracy", "Accuracy of a language model", _accuracy),
+    Section("train", "Training from scratch", _train),
+    Section("theory", "What the paper proves", _theory),
     Section("allreduce", "Time of one all-reduce", _allreduce),
     Section("recompute", "Activation checkpointing", _recompute),
 )
