@@ -55,8 +55,11 @@ constexpr int peer_blocks(StateKind state, Kind kind) {
 }
 constexpr int kMostPeerBlocks = 3;
 
-// Shared memory that the blocks of a multiprocessor may ask for: all, without what each has besides.
-constexpr int kPeerDynamicBytes = static_cast<int>(kPeerDeviceSharedBytes) - kMostPeerBlocks * (6 << 10);
+// Shared memory that the blocks of a multiprocessor may ask for: all, without what each has besides, its own variables
+// and a KiB that CUDA keeps.
+constexpr int kPeerStaticBytes = 5 << 10;
+constexpr int kPeerDynamicBytes =
+    static_cast<int>(kPeerDeviceSharedBytes) - kMostPeerBlocks * (kPeerStaticBytes + (1 << 10));
 
 // ---- parts and tasks ------------------------------------------------------------------------------------------------
 
