@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from echo_pg.__main__ import main
-from echo_pg.bench import accuracy, accuracy_results, accuracy_rows, scoring
+from echo_pg.bench import accuracy, accuracy_results, accuracy_rows, results, scoring
 from echo_pg.bench.accuracy_rows import PLAIN, REFERENCE, ROWS, Row
 
 WORDS = 256
@@ -73,7 +73,7 @@ def test_from_end_to_end_and_again(
     )
     assert accuracy.run(plan_of(folders, tmp_path, reference, plain, default, OFF), (2,)) == 0, capfd.readouterr()
     path = tmp_path / "accuracy-cpu.jsonl"
-    made = {(record["row"], record["part"]): record for record in accuracy_results.read(path)}
+    made = {(record["row"], record["part"]): record for record in results.read(path, "accuracy")}
     scores = {row: record for (row, part), record in made.items() if part == "scores"}
     assert set(scores) == {REFERENCE, PLAIN, "4-bit default", "switched off"}
     for text in ("one", "two"):

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
+import functools
 import importlib.util
 import sys
 from pathlib import Path
 from typing import Any
 
 from .. import build, options
-from . import accuracy_results, accuracy_rows, launch
+from . import accuracy_results, accuracy_rows, launch, results
 
 _EPILOGUE = """\
 SmolLM2-135M is split over the ranks by unmodified transformers; every row makes its own group, loads the model into it
@@ -66,7 +66,7 @@ def main(chosen: argparse.Namespace) -> int:
     """0 if all went well, 1 if a rank or a check failed, 2 for arguments that make no sense."""
     try:
         if chosen.report_only is not None:
-            made = accuracy_results.read(chosen.report_only)
+            made = results.read(chosen.report_only, "accuracy")
             return accuracy_results.show(made, chosen.report_only, chosen.report_only.parent)
         plan = make_plan(chosen)
         if chosen.list:
@@ -90,21 +90,16 @@ def run(plan: dict[str, Any], sizes: tuple[int, ...], launched: tuple[int, int, 
     options.set_unless_given("ECHO_LOG", "off")  # the table says what was quantized
     path = Path(plan["path"])
     for size in sizes:
-        try:
-            if launched is not None:
-                rank, _, local_rank = launched
-                accuracy_run.run_rank(rank, size, None, plan, local_rank)
-                if rank:
-                    return 0
-            else:
-                launch.run_ranks(accuracy_run.run_rank, size, plan)
-        except launch.RankError as error:
-            print(f"\nbench accuracy failed with {size} ranks:\n{error}", file=sys.stderr)
-            return 1
-        except KeyboardInterrupt:
-            print(f"\ninterrupted; what was measured is in {path}", file=sys.stderr)
-            return 130
-    return accuracy_results.show(accuracy_results.read(path), path, path.parent)
+        if launched is not None:
+            rank, _, local_rank = launched
+            call = functools.partial(accuracy_run.run_rank, rank, size, None, plan, local_rank)
+        else:
+            call = functools.partial(launch.run_ranks, accuracy_run.run_rank, size, plan)
+        if code := launch.report("accuracy", size, path, call):
+            return code
+    if launched is not None and launched[0]:
+        return 0
+    return accuracy_results.show(results.read(path, "accuracy"), path, path.parent)
 
 
 def make_plan(chosen: argparse.Namespace) -> dict[str, Any]:
@@ -156,10 +151,3 @@ def row_options(row: accuracy_rows.Row, plan: dict[str, Any], shared_gpu: bool) 
     """The Options of a row's group."""
     settings = {"dtypes": (plan["dtype"],), "fabric": plan["fabric"], "allow_shared_gpu": shared_gpu}
     return options.Options(**(settings | row.settings()))
-
-
-def options_in_full(chosen: Any) -> dict[str, Any]:
-    """As a record names them."""
-    fields = dataclasses.asdict(dataclasses.replace(chosen, inner_options=None))
-    del fields["inner_options"]
-    return fields | {"dtypes": list(chosen.dtypes)}

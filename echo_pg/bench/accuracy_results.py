@@ -26,7 +26,7 @@ SAME_RUN = (
 )  # fmt: skip
 _GREEDY = ("prompts", "prompt_tokens", "new_tokens")
 
-__all__ = ["Progress", "append", "gap_closed", "key_of", "read", "read_if_there", "show", "tables"]
+__all__ = ["Progress", "append", "gap_closed", "key_of", "show", "tables"]
 
 
 def run_of(record: Record) -> str:
@@ -38,24 +38,6 @@ def key_of(record: Record) -> str:
     """Equal for records of one measurement: circumstances, row, part and options."""
     names = ("row", "part", "options") + (_GREEDY if record["part"] == "greedy" else ())
     return run_of(record) + json.dumps([record[name] for name in names], sort_keys=True)
-
-
-def read_if_there(path: Path) -> list[Record]:
-    return read(path) if path.exists() else []
-
-
-def read(path: Path) -> list[Record]:
-    """Raises ValueError, naming the line, for what is no record of this benchmark."""
-    made = []
-    for number, line in enumerate(path.read_text().splitlines(), 1):
-        try:
-            record = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{path}:{number}: no JSON: {error}") from None
-        if not isinstance(record, dict) or record.get("bench") != "accuracy":
-            raise ValueError(f"{path}:{number}: no record of `bench accuracy`")
-        made.append(record)
-    return made
 
 
 # --- what is computed from several rows ---
@@ -231,12 +213,7 @@ def show(made: list[Record], path: Path, out: Path) -> int:
         "without feedback for its rows), ± a jackknife's standard error over windows; x fewer bytes: than a ring of\n"
         f"16 bits sends at the quantized sites; until first: tokens before the first that differs\n{path}"
     )
-    if problem := plot.why_not():
-        print(problem)
-        return 0
-    for drawn in accuracy_plot.draw(made, out, path.stem):
-        print(drawn)
-    return 0
+    return plot.show(accuracy_plot.draw, made, out, path.stem)
 
 
 class Progress:

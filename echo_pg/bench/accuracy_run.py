@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .. import options, report
 from . import accuracy, growth, results, scoring, smollm2
-from .accuracy_results import Progress, append, key_of, read_if_there
+from .accuracy_results import Progress, append, key_of
 from .accuracy_rows import REFERENCE, Row
 from .text import digest
 
@@ -68,7 +68,7 @@ class Reference:
 def run_rank(rank: int, size: int, store_path: str | None, plan: dict[str, Any], local_rank: int | None = None) -> None:
     """Measures what the file lacks; rank 0 writes it there."""
     session, common = _start(rank, size, store_path, plan, rank if local_rank is None else local_rank)
-    there = {key_of(record) for record in read_if_there(Path(plan["path"]))} if rank == 0 else set()
+    there = {key_of(record) for record in results.read_if_there(Path(plan["path"]), "accuracy")} if rank == 0 else set()
     todo = _agree_on_todo(session, common, there)
     progress = Progress(f"{size} ranks", sum(map(len, todo.values())), shown=rank == 0)
     reference: dict[str, Reference] = {}
@@ -185,8 +185,8 @@ def _agree_on_todo(session: Session, common: dict[str, Any], there: set[str]) ->
     return dict(json.loads(session.store.get(f"todo {session.size}")))
 
 
-def _options_of(session: Session, row: Row, part: str) -> dict[str, Any]:
-    return accuracy.options_in_full(_chosen(session, row, part))
+def _options_of(session: Session, row: Row, part: str) -> dict[str, Any] | None:
+    return results.plain_options(_chosen(session, row, part))
 
 
 def _chosen(session: Session, row: Row, part: str) -> Any:
@@ -235,7 +235,7 @@ def _measure(
     del model
     gc.collect()
     dist.destroy_process_group()
-    return found | {"options": accuracy.options_in_full(chosen), "forwards": len(forwards.site_bytes)}
+    return found | {"options": results.plain_options(chosen), "forwards": len(forwards.site_bytes)}
 
 
 def _check(row: Row, chosen: Any, site_bytes: list[int], sites: int, quantized: int) -> None:

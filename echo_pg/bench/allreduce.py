@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import sys
 import time
 from datetime import datetime, timedelta, timezone
@@ -65,14 +66,9 @@ def main(chosen: argparse.Namespace) -> int:
         _run_rank(rank, size, None, plan, str(path), local_rank)
         return _show(results.read(path), path, out, tables=False) if rank == 0 else 0
     for size in plan["ranks"]:
-        try:
-            launch.run_ranks(_run_rank, size, plan, str(path))
-        except launch.RankError as error:
-            print(f"\nbench allreduce failed with {size} ranks:\n{error}", file=sys.stderr)
-            return 1
-        except KeyboardInterrupt:
-            print(f"\ninterrupted; what was measured is in {path}", file=sys.stderr)
-            return 130
+        call = functools.partial(launch.run_ranks, _run_rank, size, plan, str(path))
+        if code := launch.report("allreduce", size, path, call):
+            return code
     return _show(results.read(path), path, out, tables=False)
 
 
@@ -192,10 +188,4 @@ def _show(made: list[results.Record], path: Path, out: Path, tables: bool = True
     for group in results.by(made, "dtype", "ranks"):
         print(f"\n{results.summary(group)}")
     print(f"\n{path}")
-    if problem := plot.why_not():
-        print(problem)
-        return 0
-    out.mkdir(parents=True, exist_ok=True)
-    for drawn in plot.draw(made, out, path.stem):
-        print(drawn)
-    return 0
+    return plot.show(plot.draw, made, out, path.stem)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import sys
 import tempfile
 import threading
 import time
@@ -21,6 +22,20 @@ _GRACE_S = 3.0
 
 class RankError(Exception):
     """Why a rank ended: its traceback, or how its process died."""
+
+
+def report(bench: str, size: int, path: Path, run: Callable[[], None]) -> int:
+    """Call `run`: 0 if it returned, 1 if a rank failed and 130 if it was interrupted, which stderr then says; `path`
+    has the records so far."""
+    try:
+        run()
+    except RankError as error:
+        print(f"\nbench {bench} failed with {size} ranks:\n{error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print(f"\ninterrupted; what was measured is in {path}", file=sys.stderr)
+        return 130
+    return 0
 
 
 def run_ranks(function: Callable[..., None], size: int, *args: Any) -> None:

@@ -54,8 +54,7 @@ def _allreduce(made: list[Record], folder: Path, stem: str, draws: bool) -> Cont
 
 
 def _train(made: list[Record], folder: Path, stem: str, draws: bool) -> Content:
-    parts = list(train_report.campaigns(made))
-    plots = [train_report.draw(part, folder / f"{stem}-{n}.png") for n, part in enumerate(parts) if draws]
+    plots = train_report.draw(made, folder, stem) if draws else []
     return Content([("training", train_report.text_of(made))], plots)
 
 

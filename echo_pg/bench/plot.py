@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,17 @@ def why_not() -> str | None:
     except ImportError:
         return "no plot: matplotlib is missing. Get it with\n    pip install matplotlib   (the extra echo-pg[bench])"
     return None
+
+
+def show(draw: Callable[[list[Record], Path, str], list[Path]], made: list[Record], out: Path, stem: str) -> int:
+    """Draw into the folder `out` and print the paths, or why nothing can be drawn. 0: either way the run was good."""
+    if problem := why_not():
+        print(problem)
+        return 0
+    out.mkdir(parents=True, exist_ok=True)
+    for drawn in draw(made, out, stem):
+        print(drawn)
+    return 0
 
 
 def draw(made: list[Record], folder: Path, stem: str) -> list[Path]:

@@ -185,6 +185,15 @@ def read(path: Path, bench: str = "allreduce") -> list[Record]:
     return made
 
 
+def read_if_there(path: Path, bench: str) -> list[Record]:
+    return read(path, bench) if path.exists() else []
+
+
+def key(record: Record, names: Iterable[str]) -> str:
+    """Equal for records that agree in the fields `names`; a field that is missing counts as None."""
+    return json.dumps({name: record.get(name) for name in names}, sort_keys=True)
+
+
 # --- tables ---
 
 HEAD = ("row", "median ms", "p10", "p90", "x {}", "algbw", "busbw", "sent", "rel. error", "path")

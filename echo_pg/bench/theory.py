@@ -8,7 +8,7 @@ of the backward errors as they reach the gradient of the hidden state, through t
 from __future__ import annotations
 
 import argparse
-import json
+import functools
 import sys
 from pathlib import Path
 from typing import Any
@@ -59,21 +59,16 @@ def main(chosen: argparse.Namespace) -> int:
         plan = make_plan(chosen)
         chosen.out.mkdir(parents=True, exist_ok=True)
         path = chosen.out / "theory-cpu.jsonl"
-        made = results.read(path, "theory") if path.exists() else []
+        made = results.read_if_there(path, "theory")
     except (ValueError, OSError, ImportError) as error:
         print(f"bench theory: {error}", file=sys.stderr)
         return 2
-    done = {_key(record) for record in made}
-    plan["runs"] = [run for run in plan["runs"] if _key(run) not in done]
-    try:
-        if plan["runs"]:
-            launch.run_ranks(_run_rank, chosen.ranks, plan, str(path))
-    except launch.RankError as error:
-        print(f"bench theory failed:\n{error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print(f"\ninterrupted; what is done is in {path}", file=sys.stderr)
-        return 130
+    done = {results.key(record, IDENTITY) for record in made}
+    plan["runs"] = [run for run in plan["runs"] if results.key(run, IDENTITY) not in done]
+    if plan["runs"]:
+        call = functools.partial(launch.run_ranks, _run_rank, chosen.ranks, plan, str(path))
+        if code := launch.report("theory", chosen.ranks, path, call):
+            return code
     return theory_report.show(results.read(path, "theory"), path, chosen.out)
 
 
@@ -115,7 +110,3 @@ def make_plan(chosen: argparse.Namespace) -> dict[str, Any]:
         "text": None if chosen.text is None else str(chosen.text),
         "tokens": chosen.tokens,
     }
-
-
-def _key(record: dict[str, Any]) -> str:
-    return json.dumps({name: record.get(name) for name in IDENTITY}, sort_keys=True)

@@ -205,13 +205,7 @@ def show(made: list[Record], path: Path, out: Path) -> int:
     print(results.header(made[0]))
     print(f"{LEGEND}\n\n{text_of(made)}")
     print(f"\n{path}")
-    if problem := plot.why_not():
-        print(problem)
-        return 0
-    out.mkdir(parents=True, exist_ok=True)
-    for drawn in draw(made, out, path.stem):
-        print(drawn)
-    return 0
+    return plot.show(draw, made, out, path.stem)
 
 
 def draw(made: list[Record], out: Path, stem: str) -> list[Path]:

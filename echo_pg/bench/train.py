@@ -8,7 +8,7 @@ again, so the command may be interrupted, or told to do a few trainings at a tim
 from __future__ import annotations
 
 import argparse
-import json
+import functools
 import re
 import sys
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import build, options
-from . import launch, results, train_report
+from . import launch, plot, results, train_report
 
 _DTYPES: dict[str, Any] = {"dtypes": ("bfloat16",), "min_bytes": 0}
 # Name -> what makes it, all else as shipped; None for the inner backend itself. Labels are in train_report.
@@ -109,23 +109,18 @@ def main(chosen: argparse.Namespace) -> int:
         plan = make_plan(chosen)
         chosen.out.mkdir(parents=True, exist_ok=True)
         path = chosen.out / f"train-{chosen.preset}-{chosen.device}.jsonl"
-        done = {_key(record) for record in results.read(path, "train")} if path.exists() else set()
+        done = {results.key(record, IDENTITY) for record in results.read_if_there(path, "train")}
     except (ValueError, OSError, ImportError) as error:
         print(f"bench train: {error}", file=sys.stderr)
         return 2
     options.set_unless_given("ECHO_LOG", "off")
-    missing = [run for run in plan["runs"] if _key(run["identity"]) not in done]
+    missing = [run for run in plan["runs"] if results.key(run["identity"], IDENTITY) not in done]
     plan["runs"] = missing if chosen.at_most is None else missing[: chosen.at_most]
     print(f"{len(missing)} trainings of {plan['steps']} steps to do, {len(plan['runs'])} of them now", flush=True)
-    try:
-        if plan["runs"]:
-            launch.run_ranks(_run_rank, chosen.ranks, plan, str(path))
-    except launch.RankError as error:
-        print(f"bench train failed:\n{error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print(f"\ninterrupted; what is done is in {path}", file=sys.stderr)
-        return 130
+    if plan["runs"]:
+        call = functools.partial(launch.run_ranks, _run_rank, chosen.ranks, plan, str(path))
+        if code := launch.report("train", chosen.ranks, path, call):
+            return code
     return _show(path, chosen.out)
 
 
@@ -192,10 +187,6 @@ def _run(plan: dict[str, Any], name: str, rate: float, seed: int, more: dict[str
     return run | {"identity": {name: whole[name] for name in IDENTITY}}
 
 
-def _key(record: dict[str, Any]) -> str:
-    return json.dumps({name: record.get(name) for name in IDENTITY}, sort_keys=True)
-
-
 def _gpus() -> int:
     import torch
 
@@ -209,4 +200,4 @@ def _show(path: Path, out: Path) -> int:
     made = results.read(path, "train")
     print(train_report.text_of(made))
     print(f"\n{path}")
-    return train_report.draw_all(made, out, path.stem)
+    return plot.show(train_report.draw, made, out, path.stem)

@@ -155,17 +155,15 @@ def text_of(made: list[Record]) -> str:
     return "\n\n".join("\n".join([table(part), *verdicts(part)]) for part in campaigns(made))
 
 
-def draw_all(made: list[Record], out: Path, stem: str) -> int:
-    if problem := plot.why_not():
-        print(problem)
-        return 0
-    out.mkdir(parents=True, exist_ok=True)
-    for index, part in enumerate(campaigns(made)):
-        print(draw(part, out / (f"{stem}.png" if index == 0 else f"{stem}-{index + 1}.png")))
-    return 0
+def draw(made: list[Record], out: Path, stem: str) -> list[Path]:
+    """out/STEM.png, and STEM-2.png and so on for further campaigns; needs matplotlib. Returns the paths."""
+    return [
+        _draw_campaign(part, out / (f"{stem}.png" if index == 0 else f"{stem}-{index + 1}.png"))
+        for index, part in enumerate(campaigns(made))
+    ]
 
 
-def draw(made: list[Record], path: Path) -> Path:
+def _draw_campaign(made: list[Record], path: Path) -> Path:
     """Left: loss against steps, mean over seeds. Right: difference to 16 bits of the same seed, with its s.d."""
     import matplotlib
 
