@@ -98,12 +98,13 @@ inline int64_t smaller_slot_bytes(const SlabShape& shape) {
   return slot_bytes_for(workspace_bytes, shape.world_size, shape.lanes, shape.slot_bytes);
 }
 
+inline int64_t groups_that_fit_slot(const Codec& codec, const SlabShape& shape) {
+  return shape.slot_bytes / (code_bytes(codec) + param_bytes(codec));
+}
+
 // Groups per tile such that a tile fits a slot and every lane gets work from a small segment.
 inline int64_t peer_tile_groups(const Plan& plan, const SlabShape& shape) {
-  const int64_t group_bytes = code_bytes(plan.codec) + param_bytes(plan.codec);
-  const int64_t fits = shape.slot_bytes / group_bytes;
-  const int64_t share = ceil_div(segment_groups(plan), shape.lanes);
-  return min_i64(fits, share);
+  return min_i64(groups_that_fit_slot(plan.codec, shape), ceil_div(segment_groups(plan), shape.lanes));
 }
 
 // A slab of every rank as mapped here; own first among equals: slabs[rank] is this rank's.

@@ -40,10 +40,16 @@ static __device__ __forceinline__ uint32_t unit_offset(uint32_t lane, uint32_t i
   return kUnitBytes * (first + (i ^ (first / 8 & (kUnits - 1))));
 }
 
+// The same for lane `lane` of what lies side by side: unit `lane` of 32.
+template <int kUnits>
+static __device__ __forceinline__ uint32_t side_offset(uint32_t lane) {
+  return kUnitBytes * (lane ^ (lane / 8 & (kUnits - 1)));
+}
+
 // An array of kUnits units per lane.
 template <int kUnits>
 static __device__ __forceinline__ void start_run_copies(uint32_t lane, std::byte* to, const std::byte* from) {
-  to += kUnitBytes * (lane ^ (lane / 8 & (kUnits - 1)));
+  to += side_offset<kUnits>(lane);
   from += kUnitBytes * lane;
 #pragma unroll
   for (int i = 0; i < kUnits; ++i) {
@@ -76,8 +82,8 @@ static __device__ __forceinline__ void exchange_run(uint32_t lane, std::byte* ar
   __syncwarp();
 #pragma unroll
   for (uint32_t i = 0; i < kUnits; ++i) {
-    const uint32_t place = (lane ^ (lane / 8 & (kUnits - 1))) + i * kWarpLanes;
-    const uint4 quad = *reinterpret_cast<const uint4*>(array + kUnitBytes * place);
+    const std::byte* place = array + side_offset<kUnits>(lane) + i * kUnitBytes * kWarpLanes;
+    const uint4 quad = *reinterpret_cast<const uint4*>(place);
     words[4 * i] = quad.x;
     words[4 * i + 1] = quad.y;
     words[4 * i + 2] = quad.z;

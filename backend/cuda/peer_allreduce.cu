@@ -31,13 +31,13 @@ Walk plan_walk(const Plan& plan, const SlabShape& slab, Kind kind) {
   Walk walk;
   const int32_t most = slab.lanes / kMostPeerBlocks * peer_blocks(state_kind(plan), kind);
   walk.tile_groups = peer_tile_groups(plan, SlabShape{slab.world_size, most, slab.slot_bytes});
-  const int64_t round = static_cast<int64_t>(kPeerWarps) * groups_per_task(plan.codec);
+  const int64_t task = groups_per_task(plan.codec);
+  const int64_t round = kPeerWarps * task;
   if (walk.tile_groups > round) {
     walk.tile_groups -= walk.tile_groups % round;
   } else {
-    const int64_t fits = slab.slot_bytes / (code_bytes(plan.codec) + param_bytes(plan.codec));
-    const int64_t task = groups_per_task(plan.codec);
-    walk.tile_groups = min_i64(fits, ceil_div(walk.tile_groups, task) * task);
+    const int64_t whole = ceil_div(walk.tile_groups, task) * task;
+    walk.tile_groups = min_i64(groups_that_fit_slot(plan.codec, slab), whole);
   }
   walk.tiles = ceil_div(segment_groups(plan), walk.tile_groups);
   walk.lanes = static_cast<int32_t>(min_i64(most, walk.tiles));
