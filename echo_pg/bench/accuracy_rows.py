@@ -107,7 +107,14 @@ def _local_feedback() -> list[Row]:
     rows += [_local(f"state {dtype}", "local", state_dtype=dtype) for dtype in ("float32", "tensor")]
     rotated: dict[str, Any] = {"rotation": "hadamard"}
     rows += [_local(f"rotation, eta {eta:g}", "local", **rotated, eta=eta) for eta in (0.5, 0.9, 1.0)]
-    rows += [_local("rotation, one average, decay 0, eta 0.9", "local", **rotated, a=0.0, beta2=0.0, eta=0.9)]
+    one: dict[str, Any] = {**rotated, "a": 0.0, "beta2": 0.0}
+    rows += [
+        _local(f"rotation, one average, decay 0, eta {eta:g}", "local", **one, eta=eta) for eta in (0.75, 0.9, 1.0)
+    ]
+    rows += [
+        _local(f"rotation {size}, one average, decay 0, eta 0.9", "local", **one, eta=0.9, rotation_size=size)
+        for size in (16, 32, 64)
+    ]
     rows += [_local("rotation, state float32", "local", **rotated, state_dtype="float32")]
     rows += [_local("rotation, group residual", "local", **rotated, residual="group")]
     return rows

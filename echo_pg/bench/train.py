@@ -27,6 +27,7 @@ VARIANTS: dict[str, dict[str, Any] | None] = {
     "4bit": {"rotation": "none"},
     "4bit-plain": {"rotation": "none", "feedback": False},
     "4bit-rot": {"rotation": "hadamard"},
+    "4bit-rot-one": {"rotation": "hadamard", "a": 0.0, "beta2": 0.0, "eta": 0.9},
     "4bit-rot-plain": {"rotation": "hadamard", "feedback": False},
     "4bit-paper": {
         "quantizer": "zero_aware", "rotation": "none", "scale_dtype": "float16", "residual": "group",
@@ -35,9 +36,9 @@ VARIANTS: dict[str, dict[str, Any] | None] = {
 }  # fmt: skip
 # The paper's main comparison and what belongs beside it; its ablation of the learning rate (table 7b).
 ROWS = ("16bit@3.0e-4", "4bit-plain@3.0e-4", "4bit@3.0e-4", "4bit@3.5e-4", "4bit-rot@3.0e-4", "8bit@3.0e-4")
-FOUR = ("16bit@3.0e-4", "4bit-plain@3.0e-4", "4bit@3.5e-4", "4bit-rot@3.5e-4")
+FEW = ("16bit@3.0e-4", "4bit-plain@3.0e-4", "4bit@3.0e-4", "4bit-rot-one@3.0e-4", "4bit-rot-one@3.5e-4")
 RATES = ("4bit@2.0e-4", "4bit@2.5e-4", "4bit@3.0e-4", "4bit@3.5e-4")
-_SETS = {"main": ROWS, "four": FOUR, "rates": RATES}
+_SETS = {"main": ROWS, "few": FEW, "rates": RATES}
 # What of a record says which training it is. Versions and commit do not: a file may be continued after an upgrade.
 IDENTITY = (
     "preset", "row", "lr", "seed", "options", "model", "batch", "length", "steps", "warmup", "tail", "lr_scale",
@@ -88,7 +89,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--rows",
         default="main",
-        help=f"VARIANT@RATE,... of {', '.join(VARIANTS)}; or main, four, rates (table 7b); e.g. main,rates",
+        help=f"VARIANT@RATE,... of {', '.join(VARIANTS)}; or main, few, rates (table 7b); e.g. main,rates",
     )
     parser.add_argument("--seeds", type=int, help="their number, counted from 0")
     parser.add_argument("--steps", type=int)

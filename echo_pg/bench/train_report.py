@@ -19,6 +19,7 @@ LABELS = {
     "4bit": "4 bits, feedback",
     "4bit-plain": "4 bits, no feedback",
     "4bit-rot": "4 bits, feedback, rotation",
+    "4bit-rot-one": "4 bits, one average, rotation",
     "4bit-rot-plain": "4 bits, rotation, no feedback",
     "4bit-paper": "4 bits, the paper's method",
 }
