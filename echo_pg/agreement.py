@@ -2,18 +2,23 @@
 exchange.
 
 Every rank writes a record; rank 0 reads them all, compares with its own and writes a verdict, which the others read.
-Records are JSON: {"fingerprint": ...}, or {"failure": text} of a rank that cannot take part, so that its peers learn
-why at once instead of timing out.
+Records are JSON: {"fingerprint": ..., "introduction": text}, or {"failure": text} of a rank that cannot take part, so
+that its peers learn why at once instead of timing out. The introduction says which process a rank is: those of this
+host are watched while the others wait.
 """
 
 import contextlib
 import json
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
 # How long rank 0, whose process may host the store, stays after a failed check so that the others can read why.
 _FAREWELL = timedelta(seconds=5)
+
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.001, 0.02  # seconds between two questions to the store
+_WATCH_PERIOD = 0.2  # seconds between two looks at the processes
 
 
 class Agreement:
@@ -42,14 +47,24 @@ class Agreement:
             else:
                 self.store.set(f"seen/{self.rank}", "")
 
-    def reach(self, fingerprint: str, timeout: timedelta) -> None:
-        """Return when all ranks have the same fingerprint. Raises DistBackendError naming what differs or who is
-        missing."""
+    def reach(
+        self,
+        fingerprint: str,
+        timeout: timedelta,
+        introduction: str = "",
+        has_exited: Callable[[str], bool] = lambda introduction: False,
+    ) -> list[str]:
+        """Return the introductions of all ranks when all have the same fingerprint.
+
+        `has_exited` tells whether a process that introduced itself so has ended. Raises DistBackendError naming what
+        differs, who is missing or who has exited.
+        """
         if self.size == 1:
-            return
+            return [introduction]
         from torch.distributed import DistBackendError
 
-        self._write({"fingerprint": json.loads(fingerprint)})
+        self.has_exited = has_exited
+        self._write({"fingerprint": json.loads(fingerprint), "introduction": introduction})
         if self.rank != 0:
             self._await(["verdict"], timeout)
             problem = json.loads(self.store.get("verdict"))
@@ -60,6 +75,7 @@ class Agreement:
             self._give_verdict(problem)
         if problem:
             raise DistBackendError(f"echo: this group cannot be created. {problem}")
+        return [json.loads(text)["introduction"] for text in self._records(range(self.size))]
 
     def _write(self, record: dict[str, Any]) -> None:
         self.store.set(f"rank/{self.rank}", json.dumps(record))
@@ -71,9 +87,7 @@ class Agreement:
                 self.store.wait([f"seen/{peer}" for peer in range(1, self.size)], _FAREWELL)
 
     def _compare(self, mine: dict[str, Any]) -> str | None:
-        keys = [f"rank/{peer}" for peer in range(1, self.size)]
-        texts = self.store.multi_get(keys) if self.store.has_extended_api() else [self.store.get(key) for key in keys]
-        for peer, text in enumerate(texts, start=1):
+        for peer, text in enumerate(self._records(range(1, self.size)), start=1):
             record = json.loads(text)
             if failure := record.get("failure"):
                 return str(failure)
@@ -81,19 +95,49 @@ class Agreement:
                 return describe_difference(mine, theirs, peer)
         return None
 
+    def _records(self, ranks: range) -> list[Any]:
+        keys = [f"rank/{rank}" for rank in ranks]
+        if self.store.has_extended_api():
+            return list(self.store.multi_get(keys))
+        return [self.store.get(key) for key in keys]
+
     def _await(self, keys: list[str], timeout: timedelta) -> None:
         from torch.distributed import DistBackendError
 
         start = time.monotonic()
         try:
-            self.store.wait(keys, timeout)
+            self._poll(keys, timeout)
         except Exception as error:
             waited = f"after {time.monotonic() - start:.1f} s (time-out {timeout.total_seconds():g} s)"
-            problem = f"{self._who_is_missing()} {waited}"
+            problem = f"Rank {self.rank} of {self.size} waited: {self._who_is_missing()} {waited}"
             if self.rank == 0:
                 with contextlib.suppress(Exception):  # for those who come later
                     self.store.set("verdict", json.dumps(problem))
             raise DistBackendError(f"echo: this group cannot be created. {problem}: {error}") from error
+
+    def _poll(self, keys: list[str], timeout: timedelta) -> None:
+        """Until the store has the keys. Its own wait hears of nothing else, so it is asked again and again."""
+        deadline = time.monotonic() + timeout.total_seconds()
+        pause, next_look = _FIRST_PAUSE, time.monotonic() + _WATCH_PERIOD
+        while not self.store.check(keys):
+            now = time.monotonic()
+            if now >= deadline:
+                raise TimeoutError("timed out")
+            if now >= next_look:
+                self._look_at_processes(keys)
+                next_look = now + _WATCH_PERIOD
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE)
+
+    def _look_at_processes(self, keys: list[str]) -> None:
+        for peer in range(self.size):
+            key = f"rank/{peer}"
+            if peer == self.rank or not self.store.check([key]):
+                continue
+            introduction = json.loads(self.store.get(key)).get("introduction", "")
+            # Asked in this order: what a process said before it ended counts.
+            if self.has_exited(introduction) and not self.store.check(keys):
+                raise ChildProcessError(f"the process of rank {peer} has exited")
 
     def _who_is_missing(self) -> str:
         try:

@@ -30,6 +30,7 @@ class Place:
     global_ranks: list[int]  # empty for the default group
     split_from: Any = None  # the NCCL group that torch wants the inner one split from, see _split_source
     shares_gpus: bool = False  # there are fewer GPUs than ranks, and the options permit that
+    processes: Any = None  # of the ranks, as the extension watches them; None where it is not there
 
 
 def create_group(dist_options: Any, pg_options: Any) -> Any:
@@ -72,7 +73,8 @@ def _create_checked(place: Place, pg_options: Any) -> Any:
         agreement.withdraw(str(error))
         raise
     limit = timedelta(seconds=chosen.timeout) if isinstance(chosen.timeout, float) else place.timeout
-    agreement.reach(fingerprint, limit)
+    introductions = agreement.reach(fingerprint, limit, extension.introduction(), extension.has_exited)
+    place = replace(place, processes=extension.Processes(place.rank, place.size, introductions))
     return _create(extension, place, config, chosen, agreement.store)
 
 
@@ -128,7 +130,7 @@ def _create(extension: Any, place: Place, config: Any, pg_options: Any, own_stor
     if config.policy != "off":
         passes.install(extension)
     return extension.ProcessGroupEcho(
-        own_store, place.rank, place.size, config, inner, make_wire, place.timeout, make_derived, pg_options
+        own_store, place.rank, place.size, config, inner, make_wire, place.timeout, make_derived, pg_options, place.processes
     )
 
 
@@ -175,6 +177,7 @@ def _create_off(place: Place, pg_options: Any, own_store: Any) -> Any:
         return inner.get("cuda") or inner["cpu"]
     config = extension.Config()
     config.policy = "off"
+    place = replace(place, processes=extension.Processes(place.rank, place.size, []))
     return _create(extension, place, config, pg_options, own_store)
 
 
@@ -196,12 +199,35 @@ def _make_gloo(place: Place, role: str, device_type: str) -> Any:
 
     if not dist.is_gloo_available():
         return None
-    store = dist.PrefixStore(f"{role}/{device_type}", place.store)
-    gloo = dist.ProcessGroupGloo(store, place.rank, place.size, timeout=place.timeout)
+    try:
+        gloo = dist.ProcessGroupGloo(_watched(place, f"{role}/{device_type}"), place.rank, place.size, timeout=place.timeout)
+    except Exception as error:
+        raise dist.DistBackendError(_why_not_connected(place, role, error)) from error
     gloo.options.global_ranks_in_group = place.global_ranks
     gloo.options.group_name = _inner_name(place, role)
     _start_sequence_numbers(gloo)
     return gloo
+
+
+def _watched(place: Place, prefix: str) -> Any:
+    """The group's store for an inner backend, with waits that end when a process of the group does."""
+    import torch.distributed as dist
+
+    store = place.store if place.processes is None else build.extension().watched_store(place.store, place.processes)
+    return dist.PrefixStore(prefix, store)
+
+
+def _why_not_connected(place: Place, role: str, error: Exception) -> str:
+    import torch.distributed as dist
+
+    problem = (
+        f"rank {place.rank} of {place.size}: group {place.name!r} cannot be created: "
+        f"waiting for the connections of all ranks ({role}, Gloo): {error}"
+    )
+    if place.processes is None:
+        return problem
+    store = dist.PrefixStore(f"{role}/failed", place.store)
+    return problem + build.extension().fault_reports(store, place.rank, place.size, place.processes, problem)
 
 
 def _make_nccl(place: Place, role: str, inner_options: Any) -> Any:

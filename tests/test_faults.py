@@ -162,7 +162,7 @@ def test_a_rank_that_is_stopped() -> None:
     for rank in (0, 2):
         text, seconds = results[rank]
         assert f"rank 1 did not come within {TIMEOUT * 1000:.0f} ms" in text, text
-        assert TIMEOUT <= seconds < TIMEOUT + 1, (text, seconds)
+        assert TIMEOUT <= seconds < TIMEOUT + 5, (text, seconds)
     assert "rank 1 did not come within" in results[1][0], results[1]
 
 

@@ -101,7 +101,7 @@ def run_kill(rank: int, size: int, kill: Kill) -> None:
     before = held()
     group = new_group("peer")
     if rank == kill.rank:
-        build.extension().testing.kill_at(
+        build.extension().testing.fail_at(
             group._get_backend(torch.device("cpu")), kill.step, call=kill.call, tile=kill.tile
         )
         results(group, rank)

@@ -69,17 +69,27 @@ const char* dtype_name(uint8_t dtype) {
   return "unknown";
 }
 
-std::string describe(const CallRecord& record) {
+}  // namespace
+
+CallShape shape_of(const int64_t* sizes, size_t dims) {
+  CallShape shape{.row_elems = dims > 0 ? sizes[dims - 1] : 0, .dims = static_cast<uint32_t>(dims), .hash = 0};
+  uint64_t hash = kHashSeed;
+  for (size_t d = 0; d < dims; ++d) hash = mix(hash, static_cast<uint64_t>(sizes[d]));
+  shape.hash = static_cast<uint32_t>(hash >> 32) ^ static_cast<uint32_t>(hash);
+  return shape;
+}
+
+std::string describe_call(const CallRecord& record) {
   std::ostringstream out;
   out << "number " << record.call_number << " after " << record.exact_calls << " exact ones, numel " << record.numel
       << ", dtype " << dtype_name(record.dtype) << ", " << int{record.bits} << " bits, " << name_of(record.direction)
       << (record.first_site ? ", first site of its pass" : "");
+  if (record.dims > 0) out << ", " << record.dims << " dimensions, the last of " << record.row_elems;
   return out.str();
 }
 
-}  // namespace
-
-CallRecord make_call_record(const Plan& plan, Direction direction, uint64_t call_number, uint64_t exact_calls) {
+CallRecord make_call_record(const Plan& plan, Direction direction, uint64_t call_number, uint64_t exact_calls,
+                            const CallShape& shape) {
   CallRecord record;
   record.exact_calls = exact_calls;
   record.call_number = call_number;
@@ -89,6 +99,9 @@ CallRecord make_call_record(const Plan& plan, Direction direction, uint64_t call
   record.bits = static_cast<uint8_t>(plan.codec.bits);
   record.direction = static_cast<uint8_t>(direction);
   record.first_site = plan.first_site ? 1 : 0;
+  record.row_elems = shape.row_elems;
+  record.dims = shape.dims;
+  record.shape_hash = shape.hash;
   return record;
 }
 
@@ -99,8 +112,8 @@ std::string describe_mismatch(const CallRecord& mine, int32_t my_rank, const Cal
     out << "rank " << their_rank << " speaks another version of the protocol than rank " << my_rank;
     return out.str();
   }
-  out << "ranks disagree on a quantized all_reduce: rank " << my_rank << " called (" << describe(mine) << "), rank "
-      << their_rank << " called (" << describe(theirs) << ")";
+  out << "ranks disagree on a quantized all_reduce: rank " << my_rank << " called (" << describe_call(mine) << "), rank "
+      << their_rank << " called (" << describe_call(theirs) << ")";
   return out.str();
 }
 

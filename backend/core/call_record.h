@@ -3,6 +3,7 @@
 // plan.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <string>
 
@@ -12,8 +13,16 @@
 
 namespace echo {
 
-inline constexpr int kProtocolVersion = 2;                    // ranks with different versions never form a group
-constexpr uint64_t kCallRecordMagic = 0x3230304f48434521ull;  // changes with the layout below
+inline constexpr int kProtocolVersion = 3;                    // ranks with different versions never form a group
+constexpr uint64_t kCallRecordMagic = 0x3330304f48434521ull;  // changes with the layout below
+
+// The sizes of a tensor as far as a record has room: enough to compare them, and to say what differs.
+struct CallShape {
+  int64_t row_elems = 0;
+  uint32_t dims = 0;
+  uint32_t hash = 0;
+};
+CallShape shape_of(const int64_t* sizes, size_t dims);
 
 struct CallRecord {
   uint64_t magic = kCallRecordMagic;
@@ -26,7 +35,9 @@ struct CallRecord {
   uint8_t direction = 0;
   uint8_t first_site = 0;
   uint32_t max_magnitude = 0;  // bits of max|x| of this rank where a rescale is asked for, else 0
-  uint64_t reserved[2] = {0, 0};
+  int64_t row_elems = 0;      // last dimension of the tensor
+  uint32_t dims = 0;
+  uint32_t shape_hash = 0;  // of all dimensions
 };
 static_assert(sizeof(CallRecord) == 64);
 
@@ -34,13 +45,15 @@ static_assert(sizeof(CallRecord) == 64);
 ECHO_HD bool same_call(const CallRecord& a, const CallRecord& b) {
   return a.magic == b.magic && a.exact_calls == b.exact_calls && a.call_number == b.call_number && a.numel == b.numel &&
          a.plan_hash == b.plan_hash && a.dtype == b.dtype && a.bits == b.bits && a.direction == b.direction &&
-         a.first_site == b.first_site;
+         a.first_site == b.first_site && a.row_elems == b.row_elems && a.dims == b.dims &&
+         a.shape_hash == b.shape_hash;
 }
 
 // What tells the tickets of one call from those of another.
 ECHO_HD uint32_t ticket_hash(const CallRecord& record) {
   const uint64_t mixed = record.plan_hash ^ (record.call_number * 0x9e3779b97f4a7c15ull) ^
-                         (record.exact_calls * 0xc2b2ae3d27d4eb4full) ^ (uint64_t{record.direction} << 56);
+                         (record.exact_calls * 0xc2b2ae3d27d4eb4full) ^ (uint64_t{record.direction} << 56) ^
+                         (record.shape_hash * 0x165667b19e3779f9ull);
   return static_cast<uint32_t>(mixed >> 32) ^ static_cast<uint32_t>(mixed);
 }
 
@@ -50,7 +63,11 @@ inline int64_t sent_call_bytes(const Plan& plan, int64_t tile_groups) {
 }
 
 // `call_number` and `exact_calls` count what the group did before: a rank that forwarded what another quantized shows.
-CallRecord make_call_record(const Plan& plan, Direction direction, uint64_t call_number, uint64_t exact_calls);
+CallRecord make_call_record(const Plan& plan, Direction direction, uint64_t call_number, uint64_t exact_calls,
+                            const CallShape& shape = {});
+
+// "number 7 after 0 exact ones, numel 12, ...".
+std::string describe_call(const CallRecord& record);
 
 // Empty if the two agree, else what differs, in words: "rank 1 called all_reduce number 7 with numel 12, rank 0 with
 // 16".

@@ -33,6 +33,9 @@ std::string describe_fault(const FaultRecord& fault, const FaultWitness& witness
   }
   out << " (rank " << fault.rank << " waited in " << name_of(fault.stage) << ", lane " << fault.lane
       << ", expected ticket " << std::hex << fault.expected << ", saw " << fault.seen << ")" << std::dec;
+  if (fault.kind == FaultKind::kTimeout && witness.theirs.magic != 0 && fault.rank == witness.rank) {
+    out << "; the last call it came to: " << describe_call(witness.theirs);
+  }
   // The author of the record may be either of the two that disagree.
   const int32_t other = fault.rank == witness.rank ? fault.peer : fault.rank;
   if (fault.kind == FaultKind::kForeignTicket && witness.theirs.magic != 0 &&

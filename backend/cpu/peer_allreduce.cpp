@@ -35,7 +35,7 @@ int64_t PeerGroup::wire_bytes(const Plan& plan) const {
 bool PeerGroup::agree(PeerCall& call, Clock::time_point deadline) {
   const int32_t rank = view_.rank;
   const auto parity = static_cast<int32_t>(call.call_number % kCallParities);
-  CallRecord record = make_call_record(call.site.plan, call.direction, call.call_number, call.exact_calls);
+  CallRecord record = make_call_record(call.site.plan, call.direction, call.call_number, call.exact_calls, call.shape);
   if (call.rescale) record.max_magnitude = stages_.max_magnitude(call.site, GroupRange{0, group_count(call.site.plan)});
   const uint64_t ticket = ticket_of(static_cast<uint32_t>(call.call_number), 0);
   for (int32_t peer = 0; peer < view_.shape.world_size; ++peer) {
@@ -61,25 +61,36 @@ bool PeerGroup::agree(PeerCall& call, Clock::time_point deadline) {
 
 bool PeerGroup::all_reduce(const PeerCall& given,
                            const std::function<void(const std::function<void(int32_t)>&)>& run_lanes,
-                           const PeerObserver& observer) {
+                           const Observer& observer) {
   PeerCall call = given;
   const Clock::time_point deadline = Clock::now() + call.limits.timeout;
-  if (observer) observer({.step = PeerStep::kBegun, .call_number = call.call_number});
-  std::atomic<bool> complete{fault().kind == FaultKind::kNone && agree(call, deadline)};
-  if (complete) {
-    run_lanes([&](int32_t lane) {
-      if (!run_lane(call, lane, deadline, observer)) complete = false;
-    });
+  std::atomic<bool> complete{false};
+  try {
+    if (observer) observer({.step = Step::kBegun, .call_number = call.call_number});
+    complete = fault().kind == FaultKind::kNone && agree(call, deadline);
+    if (complete) {
+      run_lanes([&](int32_t lane) {
+        try {
+          if (!run_lane(call, lane, deadline, observer)) complete = false;
+        } catch (...) {
+          abort();  // other lanes, here and on the peers, wait for this one
+          throw;
+        }
+      });
+    }
+  } catch (...) {
+    fill_with_nan(call.site);
+    throw;
   }
   // A peer may have faulted where this rank had nothing to wait for: its result is then complete, and the next call
   // reports.
   if (!complete) fill_with_nan(call.site);
-  if (observer && complete) observer({.step = PeerStep::kEnded, .call_number = call.call_number});
+  if (observer && complete) observer({.step = Step::kEnded, .call_number = call.call_number});
   return complete;
 }
 
 // One lane's walk over its tiles: lane, lane + L, lane + 2L, ...; the same number on all ranks, empty tiles included.
-bool PeerGroup::run_lane(const PeerCall& call, int32_t lane, Clock::time_point deadline, const PeerObserver& observer) {
+bool PeerGroup::run_lane(const PeerCall& call, int32_t lane, Clock::time_point deadline, const Observer& observer) {
   const Site& site = call.site;
   const Plan& plan = site.plan;
   const SlabShape& shape = view_.shape;
@@ -102,7 +113,7 @@ bool PeerGroup::run_lane(const PeerCall& call, int32_t lane, Clock::time_point d
     return ticket_of(static_cast<uint32_t>(first + static_cast<uint64_t>(i)), hash);
   };
   const auto peer_at = [&](int32_t step) { return (rank + step) % shape.world_size; };
-  const auto observe = [&](PeerStep step, int64_t i) {
+  const auto observe = [&](Step step, int64_t i) {
     if (observer) observer({.step = step, .call_number = call.call_number, .lane = lane, .tile = tile_of(i)});
   };
   const auto hand_over = [&](Stage stage, int32_t peer, int64_t i) {
@@ -124,7 +135,7 @@ bool PeerGroup::run_lane(const PeerCall& call, int32_t lane, Clock::time_point d
                      slabs_[peer] + slot_offset(shape, lane, Stage::kPush, rank, slot(i)));
         hand_over(Stage::kPush, peer, i);
       }
-      observe(PeerStep::kPushed, i);
+      observe(Step::kPushed, i);
     }
     if (const int64_t i = step - ahead; i >= 0 && i < mine) {  // reduce, gather
       for (int32_t turn = 1; turn < shape.world_size; ++turn) {
@@ -134,7 +145,7 @@ bool PeerGroup::run_lane(const PeerCall& call, int32_t lane, Clock::time_point d
       }
       std::byte* reduced = slabs_[rank] + slot_offset(shape, lane, Stage::kGather, rank, slot(i));
       stages_.reduce(site, range(rank, i), room(i), peer_tiles.data(), reduced);
-      observe(PeerStep::kReduced, i);
+      observe(Step::kReduced, i);
       for (int32_t turn = 1; turn < shape.world_size; ++turn) {
         const int32_t peer = peer_at(turn);
         std::memcpy(slabs_[peer] + slot_offset(shape, lane, Stage::kGather, rank, slot(i)), reduced,
@@ -147,11 +158,12 @@ bool PeerGroup::run_lane(const PeerCall& call, int32_t lane, Clock::time_point d
         const int32_t owner = peer_at(turn);
         if (owner != rank) {
           if (!arrived(Stage::kGather, owner, i)) return false;
-          observe(PeerStep::kGatherSeen, i);
+          observe(Step::kGatherSeen, i);
         }
         stages_.tail(site, range(owner, i), room(i),
                      slabs_[rank] + slot_offset(shape, lane, Stage::kGather, owner, slot(i)));
       }
+      observe(Step::kUpdated, i);
     }
   }
   sequences_[lane] = first + static_cast<uint64_t>(mine);
@@ -160,17 +172,27 @@ bool PeerGroup::run_lane(const PeerCall& call, int32_t lane, Clock::time_point d
 
 void PeerGroup::abort() { raise_fault(view_, FaultRecord{.kind = FaultKind::kAborted, .rank = view_.rank}); }
 
+// Of the two that a source may have left here; magic 0 if it never came.
+CallRecord PeerGroup::latest_record(int32_t source) const {
+  CallRecord latest;
+  latest.magic = 0;
+  for (int32_t parity = 0; parity < kCallParities; ++parity) {
+    CallRecord record;
+    std::memcpy(&record, slabs_[view_.rank] + record_offset(view_.shape, source, parity), sizeof(record));
+    const bool later = latest.magic == 0 || record.call_number > latest.call_number;
+    if (record.magic != 0 && later) latest = record;
+  }
+  return latest;
+}
+
 std::string PeerGroup::describe_fault(const PeerCall& call) const {
   FaultRecord record = fault();
   record.timeout_ms = static_cast<uint32_t>(call.limits.timeout.count());
   FaultWitness witness{.rank = view_.rank,
-                       .mine = make_call_record(call.site.plan, call.direction, call.call_number, call.exact_calls),
+                       .mine = make_call_record(call.site.plan, call.direction, call.call_number, call.exact_calls, call.shape),
                        .theirs = {}};
   const int32_t other = record.rank == view_.rank ? record.peer : record.rank;
-  if (other >= 0) {
-    const auto parity = static_cast<int32_t>(call.call_number % kCallParities);
-    std::memcpy(&witness.theirs, slabs_[view_.rank] + record_offset(view_.shape, other, parity), sizeof(CallRecord));
-  }
+  if (other >= 0) witness.theirs = latest_record(other);
   return echo::describe_fault(record, witness);
 }
 

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "../core/call_record.h"
+#include "../core/moment.h"
 #include "../core/tuning.h"
 #include "peer_wait.h"
 #include "stages.h"
@@ -20,32 +21,11 @@ struct PeerCall {
   bool rescale = false;
   uint64_t call_number = 0;
   uint64_t exact_calls = 0;
+  CallShape shape;
   WaitLimits limits;
   // Tiles that push runs ahead, from 0 to kLookAhead: less than the ring has room for is safe, and only slower.
   int32_t look_ahead = kLookAhead;
 };
-
-// What a rank has just done, where a test may watch it or end it.
-enum class PeerStep : uint8_t {
-  kCreated,     // its slab is made, no peer has mapped it
-  kMapped,      // all slabs are mapped
-  kBegun,       // it entered a call
-  kPushed,      // a tile's codes are handed to all peers
-  kReduced,     // a tile of its own segment is reduced, no peer has it yet
-  kGatherSeen,  // a peer's reduced tile has come, its own is decoded already
-  kEnded,       // its part of a call is complete
-  kClosing,     // it is about to unmap the slabs
-};
-
-struct PeerMoment {
-  PeerStep step = PeerStep::kCreated;
-  uint64_t call_number = 0;
-  int32_t lane = 0;
-  int64_t tile = 0;  // number within the segment
-};
-
-// For tests; called on the thread that does the step, lanes at a time.
-using PeerObserver = std::function<void(const PeerMoment&)>;
 
 // One rank's end of the protocol. Calls are collective and serial; a lane's sequence lives as long as the group.
 class PeerGroup {
@@ -62,8 +42,9 @@ class PeerGroup {
   // Runs this rank's part of a call on `lanes` threads given by `run_lanes(body)`, which must call body(lane) once for
   // each lane of the shape, in parallel or one after another where lanes is 1, and return when all have returned. False
   // after a fault: the tensor is then filled with NaN and every later call fails at once.
+  // What the observer or `run_lanes` throws is thrown on, after NaN as well; the group is then of no more use.
   bool all_reduce(const PeerCall& call, const std::function<void(const std::function<void(int32_t)>&)>& run_lanes,
-                  const PeerObserver& observer = {});
+                  const Observer& observer = {});
 
   FaultRecord fault() const { return read_fault(view_); }
   // "rank 1 waited 3.0 s in push, lane 0, for rank 0 ..."
@@ -75,7 +56,8 @@ class PeerGroup {
 
  private:
   bool agree(PeerCall& call, Clock::time_point deadline);
-  bool run_lane(const PeerCall& call, int32_t lane, Clock::time_point deadline, const PeerObserver& observer);
+  CallRecord latest_record(int32_t source) const;
+  bool run_lane(const PeerCall& call, int32_t lane, Clock::time_point deadline, const Observer& observer);
 
   std::vector<std::byte*> slabs_;
   PeerView view_;

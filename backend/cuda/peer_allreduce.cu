@@ -87,7 +87,7 @@ void PeerGroup::all_reduce(const PeerCall& call) {
   PeerJob job{.site = call.site,
               .state_layout = make_state_layout(plan),
               .shape = shape_,
-              .record = make_call_record(plan, call.direction, 0, call.exact_calls),
+              .record = make_call_record(plan, call.direction, 0, call.exact_calls, call.shape),
               .rescale = call.rescale,
               .partial = plan.numel % plan.codec.group_elems != 0,
               .groups = group_count(plan),

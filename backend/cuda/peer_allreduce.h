@@ -23,6 +23,7 @@ struct PeerCall {
   Direction direction = Direction::kForward;
   bool rescale = false;
   uint64_t exact_calls = 0;  // all-reduces that the group forwarded since its previous quantized call on this fabric
+  CallShape shape;
   std::chrono::nanoseconds timeout{0};
   void* stream = nullptr;  // a cudaStream_t
 };

@@ -4,12 +4,14 @@
 
 #include <pybind11/chrono.h>
 #include <pybind11/functional.h>
+#include <pybind11/stl.h>
 
 #include "../cpu/stages.h"
 #include "bindings.hpp"
 #include "gil.hpp"
 #include "process_group_echo.hpp"
 #include "py_holder.hpp"
+#include "watched_store.hpp"
 
 namespace echo::pg {
 namespace {
@@ -64,12 +66,14 @@ WireGroups::Make wire_maker(py::function make) {
 c10::intrusive_ptr<ProcessGroupEcho> make_group(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
                                                 const Config& config, const py::dict& inner_by_device,
                                                 py::function make_wire, std::chrono::milliseconds timeout,
-                                                py::function make_derived, py::object pg_options) {
+                                                py::function make_derived, py::object pg_options,
+                                                const std::shared_ptr<Processes>& processes) {
   GroupSetup setup;
   setup.store = store;
   setup.rank = rank;
   setup.size = size;
   setup.config = config;
+  setup.processes = processes;
   for (const auto& [device, backend] : inner_by_device) {
     setup.inner.emplace(c10::Device(device.cast<std::string>()).type(), backend.cast<BackendPtr>());
   }
@@ -189,13 +193,38 @@ void bind_signals(py::module_& m) {
   m.def("current_context", &context_dict);
 }
 
+// What group creation uses, before there is a group.
+void bind_processes(py::module_& m) {
+  py::class_<Processes, std::shared_ptr<Processes>>(m, "Processes")
+      .def(py::init<int32_t, int32_t, const std::vector<std::string>&>(), py::arg("rank"), py::arg("size"),
+           py::arg("introductions"))
+      .def("exited", &Processes::exited);
+  m.def("introduction", &Processes::introduction);
+  m.def("has_exited", py::overload_cast<const std::string&>(&Processes::has_exited), py::arg("introduction"));
+  m.def(
+      "watched_store",
+      [](c10::intrusive_ptr<c10d::Store> store,
+         std::shared_ptr<Processes> processes) -> c10::intrusive_ptr<c10d::Store> {
+        return c10::make_intrusive<WatchedStore>(std::move(store), std::move(processes));
+      },
+      py::arg("store"), py::arg("processes"));
+  m.def(
+      "fault_reports",
+      [](c10::intrusive_ptr<c10d::Store> store, int32_t rank, int32_t size, std::shared_ptr<Processes> processes,
+         const std::string& mine) {
+        return FaultReports(std::move(store), rank, size, std::move(processes)).exchange(mine);
+      },
+      py::arg("store"), py::arg("rank"), py::arg("size"), py::arg("processes"), py::arg("mine"),
+      py::call_guard<py::gil_scoped_release>());
+}
+
 void bind_group(py::module_& m) {
   const auto no_gil = py::call_guard<py::gil_scoped_release>();
   py::class_<ProcessGroupEcho, c10d::Backend, c10::intrusive_ptr<ProcessGroupEcho>>(m, "ProcessGroupEcho",
                                                                                     py::dynamic_attr())
       .def(py::init(&make_group), py::arg("store"), py::arg("rank"), py::arg("size"), py::arg("config"),
            py::arg("inner_by_device"), py::arg("make_wire"), py::arg("timeout"), py::arg("make_derived"),
-           py::arg("pg_options"))
+           py::arg("pg_options"), py::arg("processes"))
       .def(
           "_all_reduce",
           [](ProcessGroupEcho& group, const at::Tensor& tensor, bool async_op,
@@ -236,6 +265,7 @@ PYBIND11_MODULE(_C, m) {
   echo::pg::bind_config(m);
   echo::pg::bind_signals(m);
   echo::pg::bind_derived_groups(m);
+  echo::pg::bind_processes(m);
   echo::pg::bind_group(m);
   echo::pg::bind_testing(m);
   m.def("set_log_callback", &echo::pg::set_log_callback);

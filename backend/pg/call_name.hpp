@@ -17,10 +17,12 @@ struct CallName {
   int64_t numel = 0;
   std::string_view dtype;  // of static storage
   std::shared_ptr<const std::string> group;
+  std::string reason = {};  // why the call is forwarded; empty: it is quantized
 
   std::string text() const {
-    return c10::str("rank ", rank, " of ", size, ": quantized all_reduce number ", number, " (", numel, " elements, ",
-                    dtype, ") of group '", group ? *group : std::string(), "'");
+    return c10::str("rank ", rank, " of ", size, reason.empty() ? ": quantized" : ": exact", " all_reduce number ", number,
+                    " (", numel, " elements, ", dtype, reason.empty() ? "" : "; ", reason, ") of group '",
+                    group ? *group : std::string(), "'");
   }
 };
 

@@ -114,7 +114,7 @@ std::string board_path_in(const std::string& offer) { return offer.substr(1 + 2 
 }  // namespace
 
 CudaFabric::CudaFabric(const Setup& setup)
-    : device_(setup.device), rank_(setup.rank), slabs_(setup.size), processes_(setup.size) {}
+    : device_(setup.device), rank_(setup.rank), slabs_(setup.size), processes_(setup.processes) {}
 
 CudaFabric::~CudaFabric() {
   stop_watch();
@@ -125,7 +125,7 @@ CudaFabric::~CudaFabric() {
 CudaFabric::Vote CudaFabric::make(const Setup& setup) {
   const c10::cuda::CUDAGuard guard(setup.device);
   const cuda::CaptureTolerance tolerance;
-  StoreRounds rounds(setup.store, setup.name, setup.rank, setup.size, setup.timeout);
+  StoreRounds rounds(setup.store, setup.name, setup.rank, setup.size, setup.timeout, setup.processes);
   std::vector<Introduction> ranks;
   for (const std::string& text : rounds.exchange(text_of([&] { return write_introduction(setup.device); }))) {
     ranks.push_back(read_introduction(text));
@@ -149,16 +149,14 @@ CudaFabric::Vote CudaFabric::make(const Setup& setup) {
   });
   if (std::string reason = rounds.exchange_failure(unreachable); !reason.empty()) return {nullptr, reason};
 
-  std::vector<pid_t> pids;
-  for (const Introduction& it : ranks) pids.push_back(it.pid);
-  if (std::string reason = fabric->open_together(rounds, pids); !reason.empty()) return {nullptr, reason};
+  if (std::string reason = fabric->open_together(rounds); !reason.empty()) return {nullptr, reason};
   fabric->watcher_ = std::thread([fabric = fabric.get()] { fabric->watch(); });
   pthread_setname_np(fabric->watcher_.native_handle(), "echo-watch");
   return {std::move(fabric), {}};
 }
 
 // From here on ranks hold memory of each other, and a failure of one is one of all: whatever was made is given back.
-std::string CudaFabric::open_together(StoreRounds& rounds, const std::vector<pid_t>& pids) {
+std::string CudaFabric::open_together(StoreRounds& rounds) {
   const std::vector<std::string> offers = rounds.exchange(text_of([&] { return offer(); }));
   std::vector<std::string> failures = offers;
   for (std::string& text : failures) {
@@ -169,7 +167,7 @@ std::string CudaFabric::open_together(StoreRounds& rounds, const std::vector<pid
     return reason;
   }
 
-  std::string reason = rounds.exchange_failure(text_of([&] { return map_peers(offers, pids); }));
+  std::string reason = rounds.exchange_failure(text_of([&] { return map_peers(offers); }));
   board_.close_handle();
   bool slabs_in_use = false;
   if (reason.empty()) {
@@ -197,13 +195,12 @@ std::string CudaFabric::offer() {
   return write_offer(slabs_[rank_].handle(), board_.path());
 }
 
-std::string CudaFabric::map_peers(const std::vector<std::string>& offers, const std::vector<pid_t>& pids) {
+std::string CudaFabric::map_peers(const std::vector<std::string>& offers) {
   std::vector<std::string> paths;
   for (const std::string& offer : offers) paths.push_back(board_path_in(offer));
   board_.open(paths);
   for (int32_t peer = 0; peer < static_cast<int32_t>(offers.size()); ++peer) {
     if (peer == rank_) continue;
-    processes_[peer] = cpu::PeerProcess(pids[peer]);
     slabs_[peer] = cuda::PeerSlab::open(handle_in(offers[peer]));
   }
   return {};
@@ -274,11 +271,11 @@ void CudaFabric::abort(const std::string& reason) {
 }
 
 void CudaFabric::watch() {
-  std::vector<bool> reported(processes_.size());
+  std::vector<bool> reported(slabs_.size());
   std::unique_lock lock(watch_mutex_);
   while (!watch_ends_.wait_for(lock, kWatchPeriod, [&] { return stopping_; })) {
-    for (int32_t peer = 0; peer < static_cast<int32_t>(processes_.size()); ++peer) {
-      if (peer == rank_ || reported[peer] || !processes_[peer].has_exited()) continue;
+    for (int32_t peer = 0; peer < shape_.world_size; ++peer) {
+      if (peer == rank_ || reported[peer] || !processes_->has_exited(peer)) continue;
       reported[peer] = true;
       group_->report_exit(peer);
     }
@@ -316,7 +313,7 @@ void CudaFabric::close(bool calls_done) {
   board_.leave(NoticeBoard::Leaving::kUnmapped);
   const auto deadline = std::chrono::steady_clock::now() + kLeavePatience;
   for (int32_t peer = 0; peer < shape_.world_size; ++peer) {
-    while (peer != rank_ && board_.leaving(peer) != NoticeBoard::Leaving::kUnmapped && !processes_[peer].has_exited()) {
+    while (peer != rank_ && board_.leaving(peer) != NoticeBoard::Leaving::kUnmapped && !processes_->has_exited(peer)) {
       const bool kept = board_.leaving(peer) == NoticeBoard::Leaving::kKept;
       if (kept || std::chrono::steady_clock::now() >= deadline) return;
       std::this_thread::sleep_for(kLeavePoll);

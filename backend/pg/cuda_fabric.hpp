@@ -37,6 +37,7 @@ class CudaFabric {
     int64_t workspace_bytes = 0;
     bool allow_shared_gpu = false;
     std::chrono::milliseconds timeout{0};
+    std::shared_ptr<const Processes> processes;
   };
 
   // Either a fabric, or the reason, equal on all ranks, why there is none.
@@ -71,11 +72,11 @@ class CudaFabric {
   explicit CudaFabric(const Setup& setup);
 
   std::string offer();
-  std::string map_peers(const std::vector<std::string>& offers, const std::vector<pid_t>& pids);
+  std::string map_peers(const std::vector<std::string>& offers);
   std::string try_writes(cuda::PeerTrial& trial);
   std::string try_reads(cuda::PeerTrial& trial);
   std::string make_group();
-  std::string open_together(StoreRounds& rounds, const std::vector<pid_t>& pids);
+  std::string open_together(StoreRounds& rounds);
   void close_together(StoreRounds& rounds, bool slabs_in_use);
   void unmap_peers();
   void watch();
@@ -85,7 +86,7 @@ class CudaFabric {
   const int32_t rank_;
   SlabShape shape_;
   std::vector<cuda::PeerSlab> slabs_;        // by rank
-  std::vector<cpu::PeerProcess> processes_;  // by rank; own entry unused
+  std::shared_ptr<const Processes> processes_;
   NoticeBoard board_;
 
   // close() alone takes it exclusively. Others share it: a launch may wait for room in the device's queue, and an abort

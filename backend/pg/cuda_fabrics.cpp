@@ -67,7 +67,8 @@ const CudaFabrics::Outcome& CudaFabrics::vote(c10::Device device, const Config& 
                           .size = member.size,
                           .workspace_bytes = config.workspace_bytes,
                           .allow_shared_gpu = config.allow_shared_gpu,
-                          .timeout = member.timeout};
+                          .timeout = member.timeout,
+                          .processes = member.processes};
   CudaFabric::Vote vote = CudaFabric::make(setup);
   const std::lock_guard lock(mutex_);
   const Outcome& outcome =
@@ -83,6 +84,7 @@ wire::Receipt CudaFabrics::all_reduce(CudaFabric& fabric, const wire::Call& call
   peer_call.direction = call.direction;
   peer_call.rescale = call.rescale;
   peer_call.exact_calls = call.exact_calls;
+  peer_call.shape = wire::shape_of(call);
   // As long as any option may ask for; a group without a limit has more than nanoseconds can count.
   constexpr std::chrono::milliseconds kLongest{100'000'000'000};
   peer_call.timeout = std::min(call.timeout, kLongest);

@@ -16,6 +16,7 @@
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include "../wire/allreduce.h"
+#include "processes.hpp"
 #include "settings.hpp"
 #include "stream_order.hpp"
 
@@ -30,6 +31,7 @@ class CudaFabrics {
     int32_t rank = 0;
     int32_t size = 1;
     std::chrono::milliseconds timeout{0};
+    std::shared_ptr<const Processes> processes;
   };
 
   // A vote's outcome: a fabric, or why there is none.

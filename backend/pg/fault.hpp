@@ -27,6 +27,12 @@ class GroupFault {
     return true;
   }
 
+  // The same failure, told better.
+  void replace(const std::string& text) {
+    const std::lock_guard lock(mutex_);
+    text_ = text;
+  }
+
   void raise_if_set() const {
     if (!is_set()) return;
     TORCH_CHECK_WITH(DistBackendError, false,

@@ -47,13 +47,14 @@ std::string cause_of(const std::exception& error) {
 }  // namespace
 
 // Callers hold the issue lock.
-CallName ProcessGroupEcho::name_call(const at::Tensor& tensor) const {
+CallName ProcessGroupEcho::name_call(const at::Tensor& tensor, const std::string& reason) const {
   return CallName{.rank = getRank(),
                   .size = getSize(),
-                  .number = calls_,
+                  .number = reason.empty() ? calls_ : exact_calls_,
                   .numel = tensor.numel(),
                   .dtype = dtype_name(tensor.scalar_type()),
-                  .group = name_};
+                  .group = name_,
+                  .reason = reason};
 }
 
 WorkPtr ProcessGroupEcho::issue(const at::Tensor& tensor, const CallOptions& options, const CallOrigin& origin) {
@@ -124,6 +125,7 @@ QuantizedCall ProcessGroupEcho::prepare(const at::Tensor& tensor, const CallOpti
   wire.exact_calls = exact_calls_;
   wire.workspace_bytes = config.workspace_bytes;
   wire.timeout = timeout;
+  wire.observer = core_->observer;
   if (!tensor.is_cpu()) wire.disagreement = core_->device_fault.word();
   return call;
 }
@@ -134,7 +136,8 @@ PeerFabric::Setup ProcessGroupEcho::peer_setup(milliseconds timeout) const {
           .size = getSize(),
           .workspace_bytes = core_->config.workspace_bytes,
           .timeout = timeout,
-          .observer = core_->peer_observer};
+          .processes = core_->processes,
+          .observer = core_->observer};
 }
 
 // The first call on a kind of memory takes the vote on it, on all ranks.
@@ -152,7 +155,7 @@ void ProcessGroupEcho::choose_fabric(QuantizedCall& call, c10::Device device, mi
   if (!core_->wire.has(device)) {
     // Its construction does not say who is missing.
     const std::string type = c10::DeviceTypeName(device.type(), /*lower_case=*/true);
-    StoreRounds(store_, "wire/" + type, getRank(), getSize(), timeout).exchange("");
+    rounds("wire/" + type, timeout).exchange("");
   }
   call.inner = core_->wire.get(device);
 }
@@ -166,7 +169,7 @@ void ProcessGroupEcho::take_vote(c10::Device device, milliseconds timeout) {
     reason = core_->peer->reason;
   } else {
     reason = core_->cuda_fabrics
-                 .vote(device, config, {.store = store_, .rank = getRank(), .size = getSize(), .timeout = timeout})
+                 .vote(device, config, {.store = store_, .rank = getRank(), .size = getSize(), .timeout = timeout, .processes = core_->processes})
                  .reason;
   }
   TORCH_CHECK_WITH(DistBackendError, reason.empty() || config.fabric != "peer", "fabric='peer' was asked for, but ",

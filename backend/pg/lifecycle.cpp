@@ -145,6 +145,8 @@ void ProcessGroupEcho::abort() { close(true); }
 void ProcessGroupEcho::close(bool aborting) {
   const GilRelease no_gil;
   if (closed_.exchange(true)) return;
+  core_->aborting = core_->aborting || aborting;
+  if (core_->observer && core_->peer_fabric == nullptr) core_->observer({.step = Step::kClosing});
   core_->look_at_devices();
   const bool healthy = !aborting && !core_->fault.is_set();
   const std::chrono::milliseconds patience = healthy ? std::chrono::milliseconds(timeout_ms_.load()) : kAbortPatience;

@@ -7,6 +7,7 @@
 
 #include <chrono>
 #include <condition_variable>
+#include <exception>
 #include <functional>
 #include <memory>
 #include <mutex>
@@ -18,6 +19,7 @@
 
 #include "../cpu/peer_allreduce.h"
 #include "../cpu/shared_memory.h"
+#include "processes.hpp"
 
 namespace echo::pg {
 
@@ -27,7 +29,7 @@ class LaneThreads {
   explicit LaneThreads(int32_t lanes);
   ~LaneThreads();
 
-  // Calls body(lane) for every lane and returns when all have returned.
+  // Calls body(lane) for every lane and returns when all have returned; throws what one of them threw.
   void run(const std::function<void(int32_t)>& body);
 
  private:
@@ -38,6 +40,7 @@ class LaneThreads {
   const std::function<void(int32_t)>* body_ = nullptr;
   uint64_t round_ = 0;
   int32_t busy_ = 0;
+  std::exception_ptr failure_;
   bool stopping_ = false;
   std::vector<std::thread> threads_;
 };
@@ -50,7 +53,8 @@ class PeerFabric {
     int32_t size = 1;
     int64_t workspace_bytes = 0;
     std::chrono::milliseconds timeout{0};
-    cpu::PeerObserver observer;
+    std::shared_ptr<const Processes> processes;
+    Observer observer;
   };
 
   // Either a fabric, or the reason, equal on all ranks, why there is none.
@@ -59,15 +63,11 @@ class PeerFabric {
     std::string reason;
   };
 
-  // Says who this rank is, for make(), when the group is created: a process that ends before the group's first call is
-  // then known to its peers, and missed within a second instead of at the time-out. Waits for nobody.
-  static void introduce(const Setup& setup);
-
   ~PeerFabric();
   PeerFabric(const PeerFabric&) = delete;
   PeerFabric& operator=(const PeerFabric&) = delete;
 
-  // Collective over the store, after introduce(). Throws where a rank does not answer in time, or has exited.
+  // Collective over the store. Throws where a rank does not answer in time, or has exited.
   static Vote make(const Setup& setup);
 
   // One call; throws c10::DistBackendError with the fault after which this fabric is of no more use.
@@ -83,10 +83,10 @@ class PeerFabric {
   PeerFabric() = default;
 
   std::vector<cpu::SharedMemory> memory_;    // own slab first, then those of the peers
-  std::vector<cpu::PeerProcess> processes_;  // by rank
+  std::shared_ptr<const Processes> processes_;
   std::unique_ptr<cpu::PeerGroup> group_;
   std::unique_ptr<LaneThreads> lanes_;
-  cpu::PeerObserver observer_;
+  Observer observer_;
   int32_t spins_ = 0;  // of a waiter, before it yields
 };
 

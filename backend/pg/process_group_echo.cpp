@@ -6,6 +6,7 @@
 
 #include "../cpu/stages.h"
 #include "capture.hpp"
+#include "forwarded_work.hpp"
 #include "gil.hpp"
 
 namespace echo::pg {
@@ -30,20 +31,22 @@ void notice_missing_cuda(std::string_view reason) {
 
 ProcessGroupEcho::ProcessGroupEcho(GroupSetup setup)
     : Backend(setup.rank, setup.size),
-      core_((validate(setup.config), std::make_shared<GroupCore>(setup.config, std::move(setup.make_wire)))),
+      core_((validate(setup.config), std::make_shared<GroupCore>(
+                                           setup.config,
+                                           GroupCore::Ranks{setup.store, setup.rank, setup.size, setup.processes},
+                                           std::move(setup.make_wire)))),
       rules_(make_policy_rules(core_->config)),
       store_(std::move(setup.store)),
       inner_(std::move(setup.inner)),
       timeout_ms_(setup.timeout.count()),
       deriver_(std::move(setup.deriver)) {
   TORCH_CHECK_VALUE(!inner_.empty(), "echo needs an inner backend for at least one device type");
-  if (getSize() > 1 && core_->config.fabric != "wire" && inner_.count(c10::DeviceType::CPU) > 0)
-    PeerFabric::introduce(peer_setup(std::chrono::milliseconds(timeout_ms_.load())));
+  if (core_->config.diagnostics) plan_check_.emplace(rounds("plan", std::chrono::milliseconds(timeout_ms_.load())));
 }
 
-void ProcessGroupEcho::observe_peers(cpu::PeerObserver observer) {
+void ProcessGroupEcho::observe(Observer observer) {
   const std::lock_guard lock(issue_mutex_);
-  core_->peer_observer = std::move(observer);
+  core_->observer = std::move(observer);
 }
 
 ProcessGroupEcho::~ProcessGroupEcho() {
@@ -153,6 +156,7 @@ WorkPtr ProcessGroupEcho::allreduce(Tensors& tensors, const c10d::AllreduceOptio
   facts.tensors = static_cast<int64_t>(tensors.size());
   const Decision decision = decide(rules_, facts);
   if (logs_calls()) log_call(tensors, facts.op, origin, decision);
+  if (plan_check_ && capture == 0 && getSize() > 1) check_plan(tensors, decision);
   if (!decision.quantize) return allreduce_exact(tensors, options, decision.reason, origin);
   return issue(tensors[0],
                {.async_op = options.asyncOp, .timeout = options.timeout, .direction = {}, .capture = capture}, origin);
@@ -164,14 +168,51 @@ WorkPtr ProcessGroupEcho::allreduce_exact(Tensors& tensors, const c10d::Allreduc
   core_->stats.add_forwarded(reason, dense_bytes(tensors));
   notice_missing_cuda(reason);
   int64_t passes = 0;
+  CallName what;
   {
     const std::lock_guard lock(issue_mutex_);
     // Within exact() the caller wants nothing quantized.
     if (!origin.exact) passes = passes_.book_exact(origin);
+    what = name_call(tensors[0], reason);
     ++exact_calls_;
   }
   warn_if_idle(passes);
-  return collect(inner, inner.allreduce(tensors, options));
+  if (!tensors[0].is_cpu()) return collect(inner, inner.allreduce(tensors, options));
+  const auto rename = [core = core_, what](const std::string& cause) {
+    const std::string text = what.text() + " failed: " + cause;
+    TORCH_CHECK_WITH(DistBackendError, false, text, core->aborting ? std::string() : core->reports.exchange(text));
+  };
+  WorkPtr work;
+  try {
+    work = inner.allreduce(tensors, options);
+  } catch (const c10::Error&) {
+    throw;  // a wrong call
+  } catch (const std::exception& error) {
+    rename(error.what());
+  }
+  return collect(inner, c10::make_intrusive<ForwardedWork>(getRank(), std::move(work), rename));
+}
+
+// What is compared says all that must be equal; bits and pass follow from it, or from what quantized calls compare.
+void ProcessGroupEcho::check_plan(const Tensors& tensors, const Decision& decision) {
+  std::string plan = decision.quantize ? "a quantized all_reduce of" : "an exact all_reduce of";
+  for (const at::Tensor& tensor : tensors) plan += c10::str(" ", tensor.sizes(), " ", dtype_name(tensor.scalar_type()));
+  CallName what;
+  {
+    const std::lock_guard lock(issue_mutex_);
+    what = name_call(tensors[0], decision.quantize ? std::string() : decision.reason);
+  }
+  std::string cause;
+  try {
+    cause = plan_check_->differs(plan, decision.reason, getRank());
+  } catch (const c10::Error& error) {
+    cause = error.what_without_backtrace();
+  }
+  if (!cause.empty()) std::rethrow_exception(fail_call(*core_, what, "comparing plans", cause));
+}
+
+StoreRounds ProcessGroupEcho::rounds(const std::string& name, std::chrono::milliseconds timeout) const {
+  return {store_, name, getRank(), getSize(), timeout, core_->processes};
 }
 
 WorkPtr ProcessGroupEcho::all_reduce_quantized(const at::Tensor& tensor, bool async_op,

@@ -28,6 +28,7 @@
 #include "device_work.hpp"
 #include "lanes.hpp"
 #include "pass_tracker.hpp"
+#include "plan_check.hpp"
 #include "quantized_call.hpp"
 #include "settings.hpp"
 #include "state_pool.hpp"
@@ -56,6 +57,7 @@ struct GroupSetup {
   std::map<c10::DeviceType, BackendPtr> inner;  // for forwarded calls
   WireGroups::Make make_wire;
   GroupDeriver deriver;
+  std::shared_ptr<const Processes> processes;
   std::chrono::milliseconds timeout{0};
 };
 
@@ -101,7 +103,7 @@ class ProcessGroupEcho : public c10d::Backend {
   const Config& config() const { return core_->config; }
   BackendPtr inner(c10::DeviceType type) const;
   // For tests, before the first quantized call.
-  void observe_peers(cpu::PeerObserver observer);
+  void observe(Observer observer);
 
   // --- life cycle: lifecycle.cpp ---
   void shutdown() override;
@@ -229,12 +231,14 @@ class ProcessGroupEcho : public c10d::Backend {
   QuantizedCall prepare(const at::Tensor& tensor, const CallOptions& options, const CallOrigin& origin, int32_t lane);
   WorkPtr run_on_worker(QuantizedCall call, std::unique_lock<std::mutex>& issue_lock);
   WorkPtr run_on_stream(QuantizedCall call, const CallOptions& options);
-  CallName name_call(const at::Tensor& tensor) const;
+  CallName name_call(const at::Tensor& tensor, const std::string& reason = {}) const;
   void check_capture(c10::Device device) const;
   DeviceStreams& streams_of(c10::Device device);
   std::function<void(std::chrono::milliseconds)> watch(const QuantizedCall& call);
 
   PeerFabric::Setup peer_setup(std::chrono::milliseconds timeout) const;
+  StoreRounds rounds(const std::string& name, std::chrono::milliseconds timeout) const;
+  void check_plan(const Tensors& tensors, const Decision& decision);
   void choose_fabric(QuantizedCall& call, c10::Device device, std::chrono::milliseconds timeout);
   void take_vote(c10::Device device, std::chrono::milliseconds timeout);
   void log_first_call(c10::Device device, int64_t state_bytes, const std::string& fabric);
@@ -265,6 +269,7 @@ class ProcessGroupEcho : public c10d::Backend {
   std::shared_ptr<const std::string> name_;  // description(), as of the latest call
   std::unordered_map<c10::Device, std::unique_ptr<DeviceStreams>> streams_;
   const std::shared_ptr<LaneTable> lanes_ = std::make_shared<LaneTable>();
+  std::optional<PlanCheck> plan_check_;  // with diagnostics
 
   const GroupDeriver deriver_;
   struct LatestDerived {

@@ -40,6 +40,7 @@ wire::Receipt exchange_with_peers(const GroupCore& core, QuantizedCall& call) {
   peer_call.rescale = wire.rescale;
   peer_call.call_number = wire.call_number;
   peer_call.exact_calls = wire.exact_calls;
+  peer_call.shape = wire::shape_of(wire);
   peer_call.limits.timeout = wire.timeout;
   peer_call.look_ahead = core.look_ahead;
   call.peer->all_reduce(std::move(peer_call));
@@ -108,11 +109,15 @@ void run_quantized(GroupCore& core, QuantizedCall& call) {
 
 std::exception_ptr fail_call(GroupCore& core, const CallName& what, const std::string& stage,
                              const std::string& cause) {
-  const std::string text = what.text() + " failed (" + stage + "): " + cause;
-  core.fault.set(text);
+  std::string text = what.text() + " failed (" + stage + "): " + cause;
+  const bool first = core.fault.set(text);
   core.wire.tear_down();
   if (PeerFabric* fabric = core.peer_fabric) fabric->abort();
   core.cuda_fabrics.abort(text);
+  if (first && !core.aborting) {
+    text += core.reports.exchange(text);
+    core.fault.replace(text);
+  }
   return std::make_exception_ptr(c10::DistBackendError({__func__, __FILE__, uint32_t{__LINE__}}, text));
 }
 

@@ -18,6 +18,7 @@
 #include "device_fault.hpp"
 #include "diagnostics.hpp"
 #include "fault.hpp"
+#include "fault_reports.hpp"
 #include "peer_fabric.hpp"
 #include "settings.hpp"
 #include "stats.hpp"
@@ -28,16 +29,29 @@ namespace echo::pg {
 // What the calls of a group share. Outlives the process group while a call is under way on a thread that could not be
 // stopped.
 struct GroupCore {
-  GroupCore(Config group_config, WireGroups::Make make_wire)
-      : config(std::move(group_config)), wire(std::move(make_wire)) {}
+  struct Ranks {
+    c10::intrusive_ptr<c10d::Store> store;
+    int32_t rank = 0;
+    int32_t size = 1;
+    std::shared_ptr<const Processes> processes;
+  };
+
+  GroupCore(Config group_config, const Ranks& ranks, WireGroups::Make make_wire)
+      : config(std::move(group_config)),
+        processes(ranks.processes),
+        reports(ranks.store, ranks.rank, ranks.size, ranks.processes),
+        wire(std::move(make_wire)) {}
 
   const Config config;
+  const std::shared_ptr<const Processes> processes;
+  const FaultReports reports;
+  std::atomic<bool> aborting{false};  // by this rank's own will: what the others say is of no interest
   GroupFault fault;
   DeviceFault device_fault;
   GroupStats stats;
   WireGroups wire;
   std::optional<PeerFabric::Vote> peer;  // of CPU tensors; empty before their first call. Guarded by the issue lock
-  cpu::PeerObserver peer_observer;       // of the vote and its fabric; tests set it before the first call
+  Observer observer;  // of the vote and the calls; tests set it before the first call
   std::atomic<PeerFabric*> peer_fabric{nullptr};  // that of the vote, for those who end the group without the lock
   CudaFabrics cuda_fabrics;                       // of CUDA tensors
   wire::Workspace workspace;                      // used by one call at a time
@@ -66,7 +80,7 @@ struct QuantizedCall {
 // c10::DistBackendError thrown.
 void run_quantized(GroupCore& core, QuantizedCall& call);
 
-// Faults the group; returns the error to raise for this call.
+// Faults the group and hears what the other ranks have to say of it; returns the error to raise for this call.
 std::exception_ptr fail_call(GroupCore& core, const CallName& what, const std::string& stage, const std::string& cause);
 
 }  // namespace echo::pg

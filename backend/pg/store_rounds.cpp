@@ -1,27 +1,19 @@
 #include "store_rounds.hpp"
 
 #include <algorithm>
-#include <thread>
 
 #include <c10/util/Exception.h>
 
+#include "watched_store.hpp"
+
 namespace echo::pg {
-namespace {
 
-constexpr auto kFirstPause = std::chrono::milliseconds(1);
-constexpr auto kLongestPause = std::chrono::milliseconds(20);
-
-}  // namespace
-
-void StoreRounds::say(const std::string& text) {
-  store_->set(key(rank_), std::vector<uint8_t>(text.begin(), text.end()));
-}
-
-std::vector<std::string> StoreRounds::hear(const HasExited& has_exited) {
+std::vector<std::string> StoreRounds::exchange(const std::string& text) {
+  store_->set(key(rank_, round_), std::vector<uint8_t>(text.begin(), text.end()));
   std::vector<std::string> keys;
-  for (int32_t rank = 0; rank < size_; ++rank) keys.push_back(key(rank));
+  for (int32_t rank = 0; rank < size_; ++rank) keys.push_back(key(rank, round_));
   try {
-    wait_for(keys, has_exited);
+    wait_for_keys(*store_, keys, timeout_, [&] { check_processes(keys); });
   } catch (const std::exception& error) {
     const auto* torch_error = dynamic_cast<const c10::Error*>(&error);
     TORCH_CHECK_WITH(DistBackendError, false, "rank ", missing_ranks(), " did not come within ", timeout_.count(),
@@ -36,21 +28,16 @@ std::vector<std::string> StoreRounds::hear(const HasExited& has_exited) {
   return texts;
 }
 
-// The store's own wait hears of nothing but keys, so where ranks are watched it is asked again and again instead.
-void StoreRounds::wait_for(const std::vector<std::string>& keys, const HasExited& has_exited) {
-  if (!has_exited && timeout_.count() <= 0) return store_->wait(keys);
-  if (!has_exited) return store_->wait(keys, timeout_);
-  using Clock = std::chrono::steady_clock;
-  const Clock::time_point start = Clock::now();
-  for (auto pause = kFirstPause; !store_->check(keys); pause = std::min(2 * pause, kLongestPause)) {
-    for (int32_t rank = 0; rank < size_; ++rank) {
-      // Asked in this order: what a process said before it ended counts.
-      if (rank == rank_ || !has_exited(rank) || store_->check({keys[rank]})) continue;
-      TORCH_CHECK_WITH(DistBackendError, false, "the process of rank ", rank, " has exited");
-    }
-    TORCH_CHECK_WITH(DistBackendError, timeout_.count() <= 0 || Clock::now() - start < timeout_, "timed out");
-    std::this_thread::sleep_for(pause);
+void StoreRounds::check_processes(const std::vector<std::string>& keys) {
+  for (int32_t rank = 0; rank < size_; ++rank) {
+    // Asked in this order: what a process said before it ended counts.
+    if (!processes_->has_exited(rank) || store_->check({keys[rank]})) continue;
+    TORCH_CHECK_WITH(DistBackendError, false, "the process of rank ", rank, " has exited");
   }
+}
+
+void StoreRounds::forget() {
+  if (round_ >= 2) store_->deleteKey(key(rank_, round_ - 2));
 }
 
 std::string StoreRounds::first_failure(const std::vector<std::string>& texts) {
@@ -65,7 +52,7 @@ std::string StoreRounds::missing_ranks() const {
   std::string ranks;
   for (int32_t rank = 0; rank < size_; ++rank) {
     try {
-      if (store_->check({key(rank)})) continue;
+      if (store_->check({key(rank, round_)})) continue;
     } catch (const std::exception&) {
       return "(unknown: the store does not answer)";
     }

@@ -7,8 +7,11 @@
 #include <ATen/ATen.h>
 
 #include <algorithm>
+#include <atomic>
 #include <map>
+#include <memory>
 #include <optional>
+#include <stdexcept>
 #include <string>
 
 #include "../core/reduce.h"
@@ -102,21 +105,35 @@ int64_t state_slot_bytes(const at::Tensor& like, const Config& config) {
   return state_bytes(make_bench(like, config, {}).plan);
 }
 
-cpu::PeerStep parse_step(const std::string& name) {
-  static const std::map<std::string, cpu::PeerStep> steps = {
-      {"created", cpu::PeerStep::kCreated}, {"mapped", cpu::PeerStep::kMapped},
-      {"begun", cpu::PeerStep::kBegun},     {"pushed", cpu::PeerStep::kPushed},
-      {"reduced", cpu::PeerStep::kReduced}, {"gather seen", cpu::PeerStep::kGatherSeen},
-      {"ended", cpu::PeerStep::kEnded},     {"closing", cpu::PeerStep::kClosing}};
+Step parse_step(const std::string& name) {
+  static const std::map<std::string, Step> steps = {
+      {"created", Step::kCreated}, {"mapped", Step::kMapped},
+      {"begun", Step::kBegun},     {"pushed", Step::kPushed},
+      {"reduced", Step::kReduced}, {"gather seen", Step::kGatherSeen},
+      {"updated", Step::kUpdated},
+      {"ended", Step::kEnded},     {"closing", Step::kClosing}};
   const auto found = steps.find(name);
   TORCH_CHECK_VALUE(found != steps.end(), "no step is called '", name, "'");
   return found->second;
 }
 
-// SIGKILL to this process where its rank first does this step on this tile of this call.
-void kill_at(ProcessGroupEcho& group, const std::string& step, uint64_t call_number, int64_t tile) {
-  group.observe_peers([step = parse_step(step), call_number, tile](const cpu::PeerMoment& moment) {
-    if (moment.step == step && moment.call_number == call_number && moment.tile == tile) kill(getpid(), SIGKILL);
+// What is to become of a rank at a chosen moment.
+void do_to_this_process(const std::string& action) {
+  if (action == "kill") kill(getpid(), SIGKILL);
+  if (action == "stop") kill(getpid(), SIGSTOP);
+  if (action == "exit") _exit(3);
+  if (action == "throw") throw std::runtime_error("an exception that a test asked for");
+}
+
+// The action where this rank first does this step on this tile of this call.
+void fail_at(ProcessGroupEcho& group, const std::string& step, uint64_t call_number, int64_t tile,
+             const std::string& action) {
+  TORCH_CHECK_VALUE(action == "kill" || action == "stop" || action == "exit" || action == "throw", "no action is called '",
+                    action, "'");
+  group.observe([step = parse_step(step), call_number, tile, action,
+                 done = std::make_shared<std::atomic<bool>>(false)](const Moment& moment) {
+    if (moment.step != step || moment.call_number != call_number || moment.tile != tile || done->exchange(true)) return;
+    do_to_this_process(action);
   });
 }
 
@@ -133,7 +150,8 @@ void bind_testing(py::module_& m) {
   testing.def("correction", &correction, py::arg("like"), py::arg("config"), py::arg("state"), py::arg("isa") = "");
   testing.def("state_bytes", &state_slot_bytes, py::arg("like"), py::arg("config"));
   testing.def("bound_device", [](const c10d::Backend& backend) { return backend.getBoundDeviceId(); });
-  testing.def("kill_at", &kill_at, py::arg("group"), py::arg("step"), py::arg("call") = 0, py::arg("tile") = 0);
+  testing.def("fail_at", &fail_at, py::arg("group"), py::arg("step"), py::arg("call") = 0, py::arg("tile") = 0,
+              py::arg("action") = "kill");
   testing.def("rescale_exponent", [](float max_abs) { return rescale_exponent(bits_of(max_abs)); });
 }
 

@@ -103,12 +103,14 @@ class Composition {
         tiles_(ceil_div(segment_groups(call.plan), tile_groups_)) {}
 
   void agree() {
+    observe(Step::kBegun, 0);
     const auto record_bytes = static_cast<int64_t>(sizeof(CallRecord));
     record_ = at::empty({record_bytes}, bytes_options_);
     records_ = at::empty({plan_.world_size * record_bytes}, bytes_options_);
-    const CallRecord record = make_call_record(plan_, call_.direction, call_.call_number, call_.exact_calls);
+    const CallRecord record = make_call_record(plan_, call_.direction, call_.call_number, call_.exact_calls, shape_of(call_));
     device_.write_record(record, call_.rescale, bytes_of(record_));
     exchanges_.all_gather(records_, record_)->wait();
+    awaited_ = Awaited::kNothing;
     device_.open_call(bytes_of(records_));
   }
 
@@ -119,11 +121,40 @@ class Composition {
       if (step >= kLookAhead && step - kLookAhead < tiles_) reduce(step - kLookAhead);
       if (step >= 2 * kLookAhead) tail(step - 2 * kLookAhead);
     }
+    observe(Step::kEnded, 0);
   }
 
   int64_t tile_groups() const { return tile_groups_; }
 
+  // What the call is waiting for, for the error that ends it; empty while records are compared.
+  std::string awaited() const {
+    const std::string tile = "tile " + std::to_string(tile_) + " of " + std::to_string(tiles_);
+    switch (awaited_) {
+      case Awaited::kNothing:
+        return {};
+      case Awaited::kRecords:
+        return "the ranks' descriptions of this call";
+      case Awaited::kPushed:
+        return "the codes of all ranks for " + tile;
+      case Awaited::kGathered:
+        return "the sums of all ranks for " + tile;
+    }
+    return {};
+  }
+
  private:
+  enum class Awaited : uint8_t { kNothing, kRecords, kPushed, kGathered };
+
+  void observe(Step step, int64_t tile) const {
+    if (call_.observer) call_.observer({.step = step, .call_number = call_.call_number, .lane = 0, .tile = tile});
+  }
+
+  void await(Awaited what, int64_t tile, c10d::Work& work) {
+    awaited_ = what;
+    tile_ = tile;
+    work.wait();
+  }
+
   // Groups that tile `tile` has room for; fewer in the last one.
   int64_t room(int64_t tile) const { return min_i64(tile_groups_, segment_groups(plan_) - tile * tile_groups_); }
   GroupRange range(int32_t owner, int64_t tile) const { return tile_range(plan_, owner, tile, tile_groups_); }
@@ -138,16 +169,20 @@ class Composition {
     }
     at::Tensor input = front(at.sent, plan_.world_size * bytes);
     at::Tensor output = front(at.received, plan_.world_size * bytes);
+    awaited_ = Awaited::kPushed;
+    tile_ = tile;
     at.exchange = exchanges_.all_to_all(output, input);
+    observe(Step::kPushed, tile);
   }
 
   void reduce(int64_t tile) {
     Slot& at = slot(tile);
     const int64_t bytes = tile_bytes(plan_.codec, room(tile));
-    at.exchange->wait();
+    await(Awaited::kPushed, tile, *at.exchange);
     std::vector<const std::byte*> peer_tiles(plan_.world_size);
     for (int32_t rank = 0; rank < plan_.world_size; ++rank) peer_tiles[rank] = bytes_of(at.received) + rank * bytes;
     device_.reduce(range(plan_.rank, tile), room(tile), peer_tiles.data(), bytes_of(at.reduced));
+    observe(Step::kReduced, tile);
     gather(tile, bytes);
   }
 
@@ -161,10 +196,12 @@ class Composition {
   void tail(int64_t tile) {
     Slot& at = slot(tile);
     const int64_t bytes = tile_bytes(plan_.codec, room(tile));
-    at.gather->wait();
+    await(Awaited::kGathered, tile, *at.gather);
+    observe(Step::kGatherSeen, tile);
     for (int32_t owner = 0; owner < plan_.world_size; ++owner) {
       device_.tail(range(owner, tile), room(tile), bytes_of(at.gathered) + owner * bytes);
     }
+    observe(Step::kUpdated, tile);
   }
 
   const Call& call_;
@@ -177,17 +214,31 @@ class Composition {
   at::Tensor record_;
   at::Tensor records_;
   std::array<Slot, kRingSlots> ring_;
+  Awaited awaited_ = Awaited::kRecords;
+  int64_t tile_ = 0;
 };
+
+// The inner backend says what failed, but not what it was for.
+[[noreturn]] void fail_waiting(const std::string& awaited, const std::exception& error) {
+  const auto* torch_error = dynamic_cast<const c10::Error*>(&error);
+  const char* const cause = torch_error != nullptr ? torch_error->what_without_backtrace() : error.what();
+  TORCH_CHECK_WITH(DistBackendError, false, "waiting for ", awaited, ": ", cause);
+}
 
 template <typename Device>
 Receipt compose(const Call& call, c10d::Backend& inner, Workspace& workspace, Device device) {
   Composition<Device> composition(call, inner, device);
-  composition.agree();
+  try {
+    composition.agree();
+  } catch (const std::exception& error) {
+    if (composition.awaited().empty()) throw;  // says what the ranks disagree on
+    fail_waiting(composition.awaited(), error);
+  }
   try {
     composition.run(workspace);
-  } catch (...) {
+  } catch (const std::exception& error) {
     call.tensor.fill_(std::numeric_limits<double>::quiet_NaN());
-    throw;
+    fail_waiting(composition.awaited(), error);
   }
   return expected_bytes(call.plan, composition.tile_groups());
 }
@@ -196,6 +247,10 @@ Receipt compose(const Call& call, c10d::Backend& inner, Workspace& workspace, De
 
 Receipt receipt_for(const Plan& plan, int64_t sent) {
   return Receipt{.wire_bytes = sent, .padding_bytes = sent - ideal_wire_bytes(plan)};
+}
+
+CallShape shape_of(const Call& call) {
+  return echo::shape_of(call.tensor.sizes().data(), call.tensor.sizes().size());
 }
 
 Site site_of(const Call& call) {

@@ -10,6 +10,8 @@
 #include <ATen/core/Tensor.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
+#include "../core/call_record.h"
+#include "../core/moment.h"
 #include "../core/site.h"
 
 namespace echo::cuda {
@@ -28,6 +30,7 @@ struct Call {
   uint64_t exact_calls = 0;                    // all-reduces of the group forwarded before this one
   int64_t workspace_bytes = 64 << 20;          // limit for all buffers of the call together
   cuda::Disagreement* disagreement = nullptr;  // CUDA tensors: where the device leaves word that ranks disagree
+  Observer observer;                           // for tests
   std::chrono::milliseconds timeout{0};        // of each inner collective; 0: the inner backend's own
 };
 
@@ -45,6 +48,9 @@ struct Workspace {
 
 // Of a call that put `sent` bytes on the wire.
 Receipt receipt_for(const Plan& plan, int64_t sent);
+
+// The tensor's sizes, for the ranks to compare.
+CallShape shape_of(const Call& call);
 
 // The call as the stages see it.
 Site site_of(const Call& call);

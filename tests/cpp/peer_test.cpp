@@ -19,8 +19,8 @@ using namespace echo;
 using namespace echo::testing;
 using cpu::PeerCall;
 using cpu::PeerGroup;
-using cpu::PeerMoment;
-using cpu::PeerStep;
+using Moment;
+using Step;
 
 // Zeroed memory for every rank's slab, on cache-line boundaries.
 struct Slabs {
@@ -139,13 +139,13 @@ void check_abort(const Case& c, unsigned seed) {
   std::mt19937 chance(seed);
   const auto author = static_cast<int32_t>(chance() % c.world_size);
   const auto last = static_cast<uint64_t>(c.calls - 1);
-  const PeerMoment chosen{.step = chance() % 2 == 0 ? PeerStep::kPushed : PeerStep::kReduced,
+  const Moment chosen{.step = chance() % 2 == 0 ? Step::kPushed : Step::kReduced,
                           .call_number = chance() % (last + 1),
                           .lane = static_cast<int32_t>(chance() % c.lanes),
                           .tile = 0};
   on_threads(c.world_size, [&](int32_t rank) {
     PeerGroup group(shape, rank, slabs.bases, *cpu::stages_named(c.isa));
-    const cpu::PeerObserver observer = [&](const PeerMoment& now) {
+    const Observer observer = [&](const Moment& now) {
       if (rank != author || now.call_number != chosen.call_number) return;
       if (now.step == chosen.step && now.lane == chosen.lane) group.abort();
     };
@@ -177,20 +177,20 @@ ECHO_TEST(stages_of_a_lane_overlap) {
   Plan plan = plan_of(c, 0);
   plan.numel = 16384;
   World world = make_world(plan, 1);
-  std::vector<std::pair<PeerStep, int64_t>> order;
+  std::vector<std::pair<Step, int64_t>> order;
   on_threads(2, [&](int32_t rank) {
     PeerGroup group(shape, rank, slabs.bases);
-    cpu::PeerObserver observer;
-    if (rank == 0) observer = [&](const cpu::PeerMoment& moment) { order.emplace_back(moment.step, moment.tile); };
+    Observer observer;
+    if (rank == 0) observer = [&](const Moment& moment) { order.emplace_back(moment.step, moment.tile); };
     CHECK(group.all_reduce(call_of(plan, rank, 0, world), [](const auto& body) { body(0); }, observer));
   });
-  const auto position = [&](PeerStep step, int64_t tile) {
+  const auto position = [&](Step step, int64_t tile) {
     return std::find(order.begin(), order.end(), std::pair(step, tile)) - order.begin();
   };
   const int64_t tiles = ceil_div(segment_groups(plan), peer_tile_groups(plan, shape));
   CHECK(tiles > 10);
   for (int64_t tile = 0; tile + 1 < tiles; ++tile)
-    CHECK(position(PeerStep::kPushed, tile + 1) < position(PeerStep::kGatherSeen, tile));
+    CHECK(position(Step::kPushed, tile + 1) < position(Step::kGatherSeen, tile));
 }
 
 // Both ranks' outcome of one call under a scenario: true where it completed; the tensors are checked for NaN where it

@@ -1,0 +1,162 @@
+#include "fault_reports.hpp"
+
+#include <algorithm>
+#include <condition_variable>
+#include <map>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+
+namespace echo::pg {
+
+using std::chrono::milliseconds;
+using Clock = std::chrono::steady_clock;
+
+struct FaultReports::Member {
+  c10::intrusive_ptr<c10d::Store> store;
+  int32_t rank = 0;
+  int32_t size = 1;
+  std::shared_ptr<const Processes> processes;
+};
+
+namespace {
+
+constexpr milliseconds kPause{10};
+constexpr size_t kShownRanks = 4;  // in one error
+// A process that ends closes its connections a moment before it counts as ended.
+constexpr milliseconds kSettling{50};
+
+using Member = FaultReports::Member;
+
+struct Registry {
+  std::mutex mutex;
+  std::vector<std::weak_ptr<Member>> members;
+};
+
+// Never destroyed: groups may outlive static objects.
+Registry& registry() {
+  static auto* const groups = new Registry();
+  return *groups;
+}
+
+std::string own_key(int32_t rank) { return "own/" + std::to_string(rank); }
+std::string other_key(int32_t rank) { return "other/" + std::to_string(rank); }
+
+void write(const Member& member, const std::string& key, const std::string& text) {
+  member.store->set(key, std::vector<uint8_t>(text.begin(), text.end()));
+}
+
+std::string read(const Member& member, const std::string& key) {
+  if (!member.store->check({key})) return {};
+  const std::vector<uint8_t> bytes = member.store->get(key);
+  return {bytes.begin(), bytes.end()};
+}
+
+void tell_other_groups(const std::shared_ptr<Member>& own, const std::string& text) {
+  std::vector<std::weak_ptr<Member>> members;
+  {
+    const std::lock_guard lock(registry().mutex);
+    members = registry().members;
+  }
+  for (const std::weak_ptr<Member>& weak : members) {
+    const std::shared_ptr<Member> member = weak.lock();
+    if (!member || member == own) continue;
+    try {
+      write(*member, other_key(member->rank), text);
+    } catch (const std::exception&) {
+      // Its store has gone with its process.
+    }
+  }
+}
+
+// Texts by rank, as they come in.
+struct Heard {
+  std::mutex mutex;
+  std::condition_variable changed;
+  std::map<int32_t, std::string> texts;
+  bool complete = false;
+};
+
+// Talks to the store, which may not answer for ever: on a thread that nobody waits for longer than kPatience.
+void converse(const std::shared_ptr<Member>& member, const std::string& mine, const std::shared_ptr<Heard>& heard) {
+  try {
+    write(*member, own_key(member->rank), mine);
+    tell_other_groups(member, mine);
+    const auto deadline = Clock::now() + FaultReports::kPatience;
+    std::vector<int32_t> missing;
+    for (int32_t rank = 0; rank < member->size; ++rank) {
+      if (rank != member->rank) missing.push_back(rank);
+    }
+    while (true) {
+      const bool last = Clock::now() + kPause >= deadline;
+      std::erase_if(missing, [&](int32_t rank) {
+        const bool exited = member->processes->has_exited(rank);  // asked first: what it said before it ended counts
+        std::string text = read(*member, own_key(rank));
+        if (text.empty() && last) text = read(*member, other_key(rank));
+        const std::lock_guard lock(heard->mutex);
+        if (!text.empty()) heard->texts[rank] = text;
+        return exited || !text.empty();
+      });
+      if (missing.empty() || last) break;
+      std::this_thread::sleep_for(kPause);
+    }
+  } catch (const std::exception&) {
+    // The store has gone with its process; what has been heard stands.
+  }
+  const std::lock_guard lock(heard->mutex);
+  heard->complete = true;
+  heard->changed.notify_all();
+}
+
+std::string in_words(const Member& member, const std::map<int32_t, std::string>& texts) {
+  std::vector<std::string> exited;
+  std::vector<std::string> silent;
+  std::vector<std::string> said;
+  for (int32_t rank = 0; rank < member.size; ++rank) {
+    if (rank == member.rank) continue;
+    const auto text = texts.find(rank);
+    if (member.processes->has_exited(rank)) {
+      exited.push_back("the process of rank " + std::to_string(rank) + " has exited");
+    } else if (text == texts.end()) {
+      silent.push_back("rank " + std::to_string(rank) + " reports nothing (it is late, stopped, or out of reach)");
+    } else {
+      said.push_back("rank " + std::to_string(rank) + " reports: " + text->second);
+    }
+  }
+  std::string words;
+  size_t shown = 0;
+  for (const std::vector<std::string>* kind : {&exited, &silent, &said}) {
+    for (const std::string& each : *kind) {
+      if (shown++ < kShownRanks) words += "; " + each;
+    }
+  }
+  return words;
+}
+
+}  // namespace
+
+FaultReports::FaultReports(c10::intrusive_ptr<c10d::Store> store, int32_t rank, int32_t size,
+                           std::shared_ptr<const Processes> processes)
+    : member_(std::make_shared<Member>(Member{
+          c10::make_intrusive<c10d::PrefixStore>("faults", std::move(store)), rank, size, std::move(processes)})) {
+  const std::lock_guard lock(registry().mutex);
+  std::erase_if(registry().members, [](const auto& member) { return member.expired(); });
+  registry().members.push_back(member_);
+}
+
+FaultReports::~FaultReports() = default;
+
+std::string FaultReports::exchange(const std::string& mine) const {
+  const auto heard = std::make_shared<Heard>();
+  std::thread([member = member_, mine, heard] { converse(member, mine, heard); }).detach();
+  std::unique_lock lock(heard->mutex);
+  heard->changed.wait_for(lock, kPatience + kPause, [&] { return heard->complete; });
+  const std::map<int32_t, std::string> texts = heard->texts;
+  lock.unlock();
+  if (static_cast<int32_t>(texts.size()) + 1 < member_->size) std::this_thread::sleep_for(kSettling);
+  return in_words(*member_, texts);
+}
+
+}  // namespace echo::pg

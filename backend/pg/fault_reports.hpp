@@ -1,0 +1,38 @@
+// What ranks tell each other, through the store, of a failure that each of them met on its own: a time-out names nobody
+// but the rank it struck, and a closed connection not even that.
+#pragma once
+
+#include <chrono>
+#include <memory>
+#include <string>
+
+#include <torch/csrc/distributed/c10d/Store.hpp>
+
+#include "processes.hpp"
+
+namespace echo::pg {
+
+class FaultReports {
+ public:
+  // How long a rank that has failed waits to hear of the others: those that met the same fault do so within the spread
+  // of their arrival, and an error shall come at most 5 s after its time-out.
+  static constexpr std::chrono::milliseconds kPatience{2000};
+
+  FaultReports(c10::intrusive_ptr<c10d::Store> store, int32_t rank, int32_t size,
+               std::shared_ptr<const Processes> processes);
+  ~FaultReports();
+  FaultReports(const FaultReports&) = delete;
+  FaultReports& operator=(const FaultReports&) = delete;
+
+  // Says `mine` to the other ranks, in every group of this process, since who waits for it may do so in another one.
+  // Returns what is known of them, to be appended: who has exited, what they say, who is silent. Ends as soon as every
+  // rank has spoken or exited, and after kPatience at the latest even where the store does not answer.
+  std::string exchange(const std::string& mine) const;
+
+  struct Member;
+
+ private:
+  std::shared_ptr<Member> member_;
+};
+
+}  // namespace echo::pg

@@ -1,0 +1,59 @@
+// An exact all-reduce of CPU tensors: Gloo's own Work in all but its errors, which name neither ranks nor the call.
+#pragma once
+
+#include <functional>
+#include <string>
+
+#include <torch/csrc/distributed/c10d/Work.hpp>
+
+#include "call_name.hpp"
+
+namespace echo::pg {
+
+class ForwardedWork : public c10d::Work {
+ public:
+  // Throws the error to raise in place of the one under way.
+  using Rename = std::function<void(const std::string& cause)>;
+
+  ForwardedWork(int rank, c10::intrusive_ptr<c10d::Work> inner, Rename rename)
+      : Work(rank, c10d::OpType::ALLREDUCE), inner_(std::move(inner)), rename_(std::move(rename)) {}
+
+  bool isCompleted() override { return inner_->isCompleted(); }
+  bool isSuccess() const override { return inner_->isSuccess(); }
+  std::exception_ptr exception() const override { return inner_->exception(); }
+  int sourceRank() const override { return inner_->sourceRank(); }
+  std::vector<at::Tensor> result() override { return inner_->result(); }
+  void abort() override { inner_->abort(); }
+  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override { return inner_->getFuture(); }
+  c10::intrusive_ptr<c10::ivalue::Future> getFutureResult() override { return inner_->getFutureResult(); }
+  float getDuration() const override { return inner_->getDuration(); }
+  uint64_t getSequencenumber() const override { return inner_->getSequencenumber(); }
+
+  bool wait(std::chrono::milliseconds timeout) override {
+    bool done = false;
+    named([&] { done = inner_->wait(timeout); });
+    return done;
+  }
+  void synchronize() override {
+    named([&] { inner_->synchronize(); });
+  }
+  void blockCurrentStream() override {
+    named([&] { inner_->blockCurrentStream(); });
+  }
+
+ private:
+  template <typename Call>
+  void named(const Call& call) {
+    try {
+      call();
+    } catch (const std::exception& error) {
+      const auto* torch_error = dynamic_cast<const c10::Error*>(&error);
+      rename_(torch_error != nullptr ? torch_error->what_without_backtrace() : error.what());
+    }
+  }
+
+  const c10::intrusive_ptr<c10d::Work> inner_;
+  const Rename rename_;
+};
+
+}  // namespace echo::pg

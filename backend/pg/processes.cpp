@@ -1,0 +1,84 @@
+#include "processes.hpp"
+
+#include <sched.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <sstream>
+#include <thread>
+
+#include <c10/util/Exception.h>
+
+namespace echo::pg {
+namespace {
+
+struct Introduction {
+  pid_t pid = 0;
+  int32_t cores = 1;
+  std::string host;
+};
+
+int32_t usable_cores() {
+  cpu_set_t cores;
+  if (sched_getaffinity(0, sizeof(cores), &cores) == 0) return std::max(1, CPU_COUNT(&cores));
+  return static_cast<int32_t>(std::max(1u, std::thread::hardware_concurrency()));  // more cores than the set holds
+}
+
+Introduction read(const std::string& text) {
+  Introduction introduction;
+  std::istringstream in(text);
+  in >> introduction.pid >> introduction.cores;
+  std::getline(in >> std::ws, introduction.host);
+  return introduction;
+}
+
+}  // namespace
+
+std::string Processes::introduction() {
+  std::ostringstream out;
+  out << getpid() << " " << usable_cores() << " " << cpu::host_identity();
+  return out.str();
+}
+
+bool Processes::has_exited(const std::string& introduction) {
+  const Introduction it = read(introduction);
+  return it.host == cpu::host_identity() && cpu::PeerProcess(it.pid).has_exited();
+}
+
+Processes::Processes(int32_t rank, int32_t size, const std::vector<std::string>& introductions) {
+  TORCH_CHECK_VALUE(introductions.empty() || static_cast<int32_t>(introductions.size()) == size,
+                    "a group of ", size, " ranks was given ", introductions.size(), " introductions");
+  const std::string host = cpu::host_identity();
+  for (const std::string& text : introductions) {
+    const Introduction it = read(text);
+    const bool watched = it.host == host && static_cast<int32_t>(members_.size()) != rank;
+    members_.push_back({it.cores, it.host, watched ? cpu::PeerProcess(it.pid) : cpu::PeerProcess()});
+  }
+}
+
+bool Processes::has_exited(int32_t rank) const { return !members_.empty() && members_[rank].process.has_exited(); }
+
+std::string Processes::exited() const {
+  for (size_t rank = 0; rank < members_.size(); ++rank) {
+    if (members_[rank].process.has_exited()) return "the process of rank " + std::to_string(rank) + " has exited";
+  }
+  return {};
+}
+
+std::string Processes::obstacle() const {
+  if (members_.empty()) return "its ranks did not introduce themselves";
+  for (size_t rank = 1; rank < members_.size(); ++rank) {
+    if (members_[rank].host == members_[0].host) continue;
+    return "ranks 0 and " + std::to_string(rank) +
+           " share no memory (other host, user, or IPC or PID namespace)";
+  }
+  return {};
+}
+
+int32_t Processes::cores_per_rank() const {
+  int32_t cores = members_.front().cores;
+  for (const Member& member : members_) cores = std::min(cores, member.cores);
+  return cores / static_cast<int32_t>(members_.size());
+}
+
+}  // namespace echo::pg

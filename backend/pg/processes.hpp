@@ -1,0 +1,47 @@
+// The processes of a group's ranks, as they introduced themselves when the group was made: who shares memory with whom,
+// and who has ended.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "../cpu/shared_memory.h"
+
+namespace echo::pg {
+
+class Processes {
+ public:
+  // What this process says of itself to the other ranks: process id, usable cores, host.
+  static std::string introduction();
+
+  // True if a process of this host that introduced itself so has ended.
+  static bool has_exited(const std::string& introduction);
+
+  // By rank; none: nothing is known of anyone. Throws c10::ValueError for a number of them that is not the group's.
+  Processes(int32_t rank, int32_t size, const std::vector<std::string>& introductions);
+
+  // False for this rank, and for ranks of other hosts, whose end only their connections tell.
+  bool has_exited(int32_t rank) const;
+
+  // "the process of rank 1 has exited", empty if none has.
+  std::string exited() const;
+
+  // Why these ranks share no memory, the same text on all of them; empty if they do.
+  std::string obstacle() const;
+
+  // Cores per rank if those of the host are shared out evenly; 0 if there are fewer than ranks. The smallest count that
+  // any rank may use decides.
+  int32_t cores_per_rank() const;
+
+ private:
+  struct Member {
+    int32_t cores = 1;
+    std::string host;
+    cpu::PeerProcess process;  // watched only where its host is this one
+  };
+
+  std::vector<Member> members_;
+};
+
+}  // namespace echo::pg
