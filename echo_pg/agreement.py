@@ -18,7 +18,8 @@ from typing import Any
 _FAREWELL = timedelta(seconds=5)
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.001, 0.02  # seconds between two questions to the store
-_WATCH_PERIOD = 0.2  # seconds between two looks at the processes
+_FIRST_LOOK, _LONGEST_PERIOD = 0.2, 1.0  # seconds until the first look at the processes, and at most between two
+_MOST_WATCHED = 64  # ranks: in larger groups the questions would bury the store
 
 
 class Agreement:
@@ -67,39 +68,39 @@ class Agreement:
         self._write({"fingerprint": json.loads(fingerprint), "introduction": introduction})
         if self.rank != 0:
             self._await(["verdict"], timeout)
-            problem = json.loads(self.store.get("verdict"))
+            problem, introductions = json.loads(self.store.get("verdict"))
             self.store.set(f"seen/{self.rank}", "")
         else:
             self._await([f"rank/{peer}" for peer in range(1, self.size)], timeout)
-            problem = self._compare(json.loads(fingerprint))
-            self._give_verdict(problem)
+            records = self._records()
+            problem = self._compare(json.loads(fingerprint), records)
+            introductions = [introduction, *(record.get("introduction", "") for record in records)]
+            self._give_verdict(problem, introductions)
         if problem:
             raise DistBackendError(f"echo: this group cannot be created. {problem}")
-        return [json.loads(text)["introduction"] for text in self._records(range(self.size))]
+        return list(introductions)
 
     def _write(self, record: dict[str, Any]) -> None:
         self.store.set(f"rank/{self.rank}", json.dumps(record))
 
-    def _give_verdict(self, problem: str | None) -> None:
-        self.store.set("verdict", json.dumps(problem))
+    def _give_verdict(self, problem: str | None, introductions: list[str] | None = None) -> None:
+        self.store.set("verdict", json.dumps([problem, introductions]))
         if problem:
             with contextlib.suppress(Exception):
                 self.store.wait([f"seen/{peer}" for peer in range(1, self.size)], _FAREWELL)
 
-    def _compare(self, mine: dict[str, Any]) -> str | None:
-        for peer, text in enumerate(self._records(range(1, self.size)), start=1):
-            record = json.loads(text)
+    def _compare(self, mine: dict[str, Any], records: list[dict[str, Any]]) -> str | None:
+        for peer, record in enumerate(records, start=1):
             if failure := record.get("failure"):
                 return str(failure)
             if (theirs := record["fingerprint"]) != mine:
                 return describe_difference(mine, theirs, peer)
         return None
 
-    def _records(self, ranks: range) -> list[Any]:
-        keys = [f"rank/{rank}" for rank in ranks]
-        if self.store.has_extended_api():
-            return list(self.store.multi_get(keys))
-        return [self.store.get(key) for key in keys]
+    def _records(self) -> list[dict[str, Any]]:
+        keys = [f"rank/{peer}" for peer in range(1, self.size)]
+        texts = self.store.multi_get(keys) if self.store.has_extended_api() else [self.store.get(key) for key in keys]
+        return [json.loads(text) for text in texts]
 
     def _await(self, keys: list[str], timeout: timedelta) -> None:
         from torch.distributed import DistBackendError
@@ -112,20 +113,21 @@ class Agreement:
             problem = f"Rank {self.rank} of {self.size} waited: {self._who_is_missing()} {waited}"
             if self.rank == 0:
                 with contextlib.suppress(Exception):  # for those who come later
-                    self.store.set("verdict", json.dumps(problem))
+                    self.store.set("verdict", json.dumps([problem, None]))
             raise DistBackendError(f"echo: this group cannot be created. {problem}: {error}") from error
 
     def _poll(self, keys: list[str], timeout: timedelta) -> None:
         """Until the store has the keys. Its own wait hears of nothing else, so it is asked again and again."""
         deadline = time.monotonic() + timeout.total_seconds()
-        pause, next_look = _FIRST_PAUSE, time.monotonic() + _WATCH_PERIOD
+        pause, period, next_look = _FIRST_PAUSE, _FIRST_LOOK, time.monotonic() + _FIRST_LOOK
         while not self.store.check(keys):
             now = time.monotonic()
             if now >= deadline:
                 raise TimeoutError("timed out")
-            if now >= next_look:
+            if now >= next_look and self.size <= _MOST_WATCHED:
                 self._look_at_processes(keys)
-                next_look = now + _WATCH_PERIOD
+                period = min(2 * period, _LONGEST_PERIOD)
+                next_look = now + period
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE)
 
@@ -147,7 +149,7 @@ class Agreement:
         if not missing:
             return f"All {self.size} ranks came, but rank 0 gave no verdict"
         shown = ", ".join(map(str, missing[:16])) + (", ..." if len(missing) > 16 else "")
-        return f"{len(missing)} of {self.size} ranks did not come ({shown})"
+        return f"{len(missing)} of {self.size} ranks did not come (rank {shown})"
 
 
 def describe_difference(mine: dict[str, Any], theirs: dict[str, Any], peer: int) -> str:

@@ -130,7 +130,16 @@ def _create(extension: Any, place: Place, config: Any, pg_options: Any, own_stor
     if config.policy != "off":
         passes.install(extension)
     return extension.ProcessGroupEcho(
-        own_store, place.rank, place.size, config, inner, make_wire, place.timeout, make_derived, pg_options, place.processes
+        own_store,
+        place.rank,
+        place.size,
+        config,
+        inner,
+        make_wire,
+        place.timeout,
+        make_derived,
+        pg_options,
+        place.processes,
     )
 
 

@@ -103,7 +103,7 @@ def test_switched_off_on_one_rank_only_is_an_error_on_the_other(tmp_path):
 
 def test_a_rank_that_comes_too_late_is_named_on_both(tmp_path):
     for output in two_ranks("time.sleep(5 * rank); attempt(seconds=2)", tmp_path):
-        assert "DistBackendError" in output and "1 of 2 ranks did not come (1)" in output
+        assert "DistBackendError" in output and "1 of 2 ranks did not come (rank 1)" in output
 
 
 def test_switched_off_everywhere_forwards_everything(tmp_path):

@@ -112,8 +112,8 @@ std::string describe_mismatch(const CallRecord& mine, int32_t my_rank, const Cal
     out << "rank " << their_rank << " speaks another version of the protocol than rank " << my_rank;
     return out.str();
   }
-  out << "ranks disagree on a quantized all_reduce: rank " << my_rank << " called (" << describe_call(mine) << "), rank "
-      << their_rank << " called (" << describe_call(theirs) << ")";
+  out << "ranks disagree on a quantized all_reduce: rank " << my_rank << " called (" << describe_call(mine)
+      << "), rank " << their_rank << " called (" << describe_call(theirs) << ")";
   return out.str();
 }
 

@@ -35,7 +35,7 @@ struct CallRecord {
   uint8_t direction = 0;
   uint8_t first_site = 0;
   uint32_t max_magnitude = 0;  // bits of max|x| of this rank where a rescale is asked for, else 0
-  int64_t row_elems = 0;      // last dimension of the tensor
+  int64_t row_elems = 0;       // last dimension of the tensor
   uint32_t dims = 0;
   uint32_t shape_hash = 0;  // of all dimensions
 };
@@ -45,8 +45,7 @@ static_assert(sizeof(CallRecord) == 64);
 ECHO_HD bool same_call(const CallRecord& a, const CallRecord& b) {
   return a.magic == b.magic && a.exact_calls == b.exact_calls && a.call_number == b.call_number && a.numel == b.numel &&
          a.plan_hash == b.plan_hash && a.dtype == b.dtype && a.bits == b.bits && a.direction == b.direction &&
-         a.first_site == b.first_site && a.row_elems == b.row_elems && a.dims == b.dims &&
-         a.shape_hash == b.shape_hash;
+         a.first_site == b.first_site && a.row_elems == b.row_elems && a.dims == b.dims && a.shape_hash == b.shape_hash;
 }
 
 // What tells the tickets of one call from those of another.

@@ -8,7 +8,7 @@ namespace echo {
 
 enum class Step : uint8_t {
   kCreated,     // its slab is made, no peer has mapped it
-  kMapped,      // all slabs are mapped
+  kMapped,      // it has mapped all slabs, and has yet to tell the others
   kBegun,       // it entered a call
   kPushed,      // a tile's codes are handed to all peers; with residual "local" its state is up to date
   kReduced,     // a tile of its own segment is reduced, no peer has it yet

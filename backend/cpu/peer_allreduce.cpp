@@ -188,9 +188,10 @@ CallRecord PeerGroup::latest_record(int32_t source) const {
 std::string PeerGroup::describe_fault(const PeerCall& call) const {
   FaultRecord record = fault();
   record.timeout_ms = static_cast<uint32_t>(call.limits.timeout.count());
-  FaultWitness witness{.rank = view_.rank,
-                       .mine = make_call_record(call.site.plan, call.direction, call.call_number, call.exact_calls, call.shape),
-                       .theirs = {}};
+  FaultWitness witness{
+      .rank = view_.rank,
+      .mine = make_call_record(call.site.plan, call.direction, call.call_number, call.exact_calls, call.shape),
+      .theirs = {}};
   const int32_t other = record.rank == view_.rank ? record.peer : record.rank;
   if (other >= 0) witness.theirs = latest_record(other);
   return echo::describe_fault(record, witness);

@@ -20,8 +20,8 @@ struct CallName {
   std::string reason = {};  // why the call is forwarded; empty: it is quantized
 
   std::string text() const {
-    return c10::str("rank ", rank, " of ", size, reason.empty() ? ": quantized" : ": exact", " all_reduce number ", number,
-                    " (", numel, " elements, ", dtype, reason.empty() ? "" : "; ", reason, ") of group '",
+    return c10::str("rank ", rank, " of ", size, reason.empty() ? ": quantized" : ": exact", " all_reduce number ",
+                    number, " (", numel, " elements, ", dtype, reason.empty() ? "" : "; ", reason, ") of group '",
                     group ? *group : std::string(), "'");
   }
 };

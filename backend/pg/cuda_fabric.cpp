@@ -114,7 +114,7 @@ std::string board_path_in(const std::string& offer) { return offer.substr(1 + 2 
 }  // namespace
 
 CudaFabric::CudaFabric(const Setup& setup)
-    : device_(setup.device), rank_(setup.rank), slabs_(setup.size), processes_(setup.processes) {}
+    : device_(setup.device), rank_(setup.rank), slabs_(setup.size), processes_(setup.reports->processes()) {}
 
 CudaFabric::~CudaFabric() {
   stop_watch();
@@ -125,7 +125,7 @@ CudaFabric::~CudaFabric() {
 CudaFabric::Vote CudaFabric::make(const Setup& setup) {
   const c10::cuda::CUDAGuard guard(setup.device);
   const cuda::CaptureTolerance tolerance;
-  StoreRounds rounds(setup.store, setup.name, setup.rank, setup.size, setup.timeout, setup.processes);
+  StoreRounds rounds(setup.store, setup.name, setup.rank, setup.size, setup.timeout, *setup.reports);
   std::vector<Introduction> ranks;
   for (const std::string& text : rounds.exchange(text_of([&] { return write_introduction(setup.device); }))) {
     ranks.push_back(read_introduction(text));

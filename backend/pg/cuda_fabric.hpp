@@ -37,7 +37,7 @@ class CudaFabric {
     int64_t workspace_bytes = 0;
     bool allow_shared_gpu = false;
     std::chrono::milliseconds timeout{0};
-    std::shared_ptr<const Processes> processes;
+    const FaultReports* reports = nullptr;
   };
 
   // Either a fabric, or the reason, equal on all ranks, why there is none.
@@ -85,7 +85,7 @@ class CudaFabric {
   const c10::Device device_;
   const int32_t rank_;
   SlabShape shape_;
-  std::vector<cuda::PeerSlab> slabs_;        // by rank
+  std::vector<cuda::PeerSlab> slabs_;  // by rank
   std::shared_ptr<const Processes> processes_;
   NoticeBoard board_;
 

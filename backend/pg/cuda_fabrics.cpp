@@ -68,7 +68,7 @@ const CudaFabrics::Outcome& CudaFabrics::vote(c10::Device device, const Config& 
                           .workspace_bytes = config.workspace_bytes,
                           .allow_shared_gpu = config.allow_shared_gpu,
                           .timeout = member.timeout,
-                          .processes = member.processes};
+                          .reports = member.reports};
   CudaFabric::Vote vote = CudaFabric::make(setup);
   const std::lock_guard lock(mutex_);
   const Outcome& outcome =

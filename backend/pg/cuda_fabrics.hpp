@@ -16,7 +16,7 @@
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include "../wire/allreduce.h"
-#include "processes.hpp"
+#include "fault_reports.hpp"
 #include "settings.hpp"
 #include "stream_order.hpp"
 
@@ -31,7 +31,7 @@ class CudaFabrics {
     int32_t rank = 0;
     int32_t size = 1;
     std::chrono::milliseconds timeout{0};
-    std::shared_ptr<const Processes> processes;
+    const FaultReports* reports = nullptr;
   };
 
   // A vote's outcome: a fabric, or why there is none.

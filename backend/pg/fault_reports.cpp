@@ -41,6 +41,7 @@ Registry& registry() {
   return *groups;
 }
 
+constexpr char kFirstKey[] = "first";  // one question tells whether any rank has failed
 std::string own_key(int32_t rank) { return "own/" + std::to_string(rank); }
 std::string other_key(int32_t rank) { return "other/" + std::to_string(rank); }
 
@@ -83,6 +84,9 @@ struct Heard {
 void converse(const std::shared_ptr<Member>& member, const std::string& mine, const std::shared_ptr<Heard>& heard) {
   try {
     write(*member, own_key(member->rank), mine);
+    if (!member->store->check({kFirstKey})) {
+      write(*member, kFirstKey, "rank " + std::to_string(member->rank) + " reports: " + mine);
+    }
     tell_other_groups(member, mine);
     const auto deadline = Clock::now() + FaultReports::kPatience;
     std::vector<int32_t> missing;
@@ -139,8 +143,8 @@ std::string in_words(const Member& member, const std::map<int32_t, std::string>&
 
 FaultReports::FaultReports(c10::intrusive_ptr<c10d::Store> store, int32_t rank, int32_t size,
                            std::shared_ptr<const Processes> processes)
-    : member_(std::make_shared<Member>(Member{
-          c10::make_intrusive<c10d::PrefixStore>("faults", std::move(store)), rank, size, std::move(processes)})) {
+    : member_(std::make_shared<Member>(Member{c10::make_intrusive<c10d::PrefixStore>("faults", std::move(store)), rank,
+                                              size, std::move(processes)})) {
   const std::lock_guard lock(registry().mutex);
   std::erase_if(registry().members, [](const auto& member) { return member.expired(); });
   registry().members.push_back(member_);
@@ -148,7 +152,19 @@ FaultReports::FaultReports(c10::intrusive_ptr<c10d::Store> store, int32_t rank, 
 
 FaultReports::~FaultReports() = default;
 
+std::string FaultReports::first_heard() const { return read(*member_, kFirstKey); }
+
+const std::shared_ptr<const Processes>& FaultReports::processes() const { return member_->processes; }
+
+std::string FaultReports::name() const {
+  return "rank " + std::to_string(member_->rank) + " of " + std::to_string(member_->size);
+}
+
 std::string FaultReports::exchange(const std::string& mine) const {
+  if (member_->size > kMostRanks) {
+    const std::string exited = member_->processes->exited();
+    return exited.empty() ? exited : "; " + exited;
+  }
   const auto heard = std::make_shared<Heard>();
   std::thread([member = member_, mine, heard] { converse(member, mine, heard); }).detach();
   std::unique_lock lock(heard->mutex);

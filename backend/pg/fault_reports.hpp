@@ -18,6 +18,8 @@ class FaultReports {
   // of their arrival, and an error shall come at most 5 s after its time-out.
   static constexpr std::chrono::milliseconds kPatience{2000};
 
+  static constexpr int32_t kMostRanks = 64;
+
   FaultReports(c10::intrusive_ptr<c10d::Store> store, int32_t rank, int32_t size,
                std::shared_ptr<const Processes> processes);
   ~FaultReports();
@@ -26,8 +28,18 @@ class FaultReports {
 
   // Says `mine` to the other ranks, in every group of this process, since who waits for it may do so in another one.
   // Returns what is known of them, to be appended: who has exited, what they say, who is silent. Ends as soon as every
-  // rank has spoken or exited, and after kPatience at the latest even where the store does not answer.
+  // rank has spoken or exited, and after kPatience at the latest even where the store does not answer. In a group of
+  // more than kMostRanks, whose questions would bury the store, only who has exited.
   std::string exchange(const std::string& mine) const;
+
+  // "rank 1 reports: ..." of the rank that failed first in this group and said so, empty if none has. Throws what the
+  // store throws.
+  std::string first_heard() const;
+
+  const std::shared_ptr<const Processes>& processes() const;
+
+  // "rank 0 of 2".
+  std::string name() const;
 
   struct Member;
 

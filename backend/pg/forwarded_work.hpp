@@ -47,6 +47,7 @@ class ForwardedWork : public c10d::Work {
     try {
       call();
     } catch (const std::exception& error) {
+      if (!inner_->isCompleted()) throw;  // only the caller's own limit is over
       const auto* torch_error = dynamic_cast<const c10::Error*>(&error);
       rename_(torch_error != nullptr ? torch_error->what_without_backtrace() : error.what());
     }

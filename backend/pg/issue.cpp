@@ -136,7 +136,7 @@ PeerFabric::Setup ProcessGroupEcho::peer_setup(milliseconds timeout) const {
           .size = getSize(),
           .workspace_bytes = core_->config.workspace_bytes,
           .timeout = timeout,
-          .processes = core_->processes,
+          .reports = &core_->reports,
           .observer = core_->observer};
 }
 
@@ -168,9 +168,12 @@ void ProcessGroupEcho::take_vote(c10::Device device, milliseconds timeout) {
     core_->peer_fabric = core_->peer->fabric.get();
     reason = core_->peer->reason;
   } else {
-    reason = core_->cuda_fabrics
-                 .vote(device, config, {.store = store_, .rank = getRank(), .size = getSize(), .timeout = timeout, .processes = core_->processes})
-                 .reason;
+    reason =
+        core_->cuda_fabrics
+            .vote(
+                device, config,
+                {.store = store_, .rank = getRank(), .size = getSize(), .timeout = timeout, .reports = &core_->reports})
+            .reason;
   }
   TORCH_CHECK_WITH(DistBackendError, reason.empty() || config.fabric != "peer", "fabric='peer' was asked for, but ",
                    reason);

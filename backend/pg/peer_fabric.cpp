@@ -35,13 +35,20 @@ std::optional<cpu::SharedMemory> create_slabs(SlabShape& shape, int64_t workspac
 }  // namespace
 
 LaneThreads::LaneThreads(int32_t lanes) {
-  for (int32_t lane = 1; lane < lanes; ++lane) {
-    threads_.emplace_back([this, lane] { serve(lane); });
-    pthread_setname_np(threads_.back().native_handle(), "echo-lane");
+  try {
+    for (int32_t lane = 1; lane < lanes; ++lane) {
+      threads_.emplace_back([this, lane] { serve(lane); });
+      pthread_setname_np(threads_.back().native_handle(), "echo-lane");
+    }
+  } catch (...) {  // no more threads are to be had
+    stop();
+    throw;
   }
 }
 
-LaneThreads::~LaneThreads() {
+LaneThreads::~LaneThreads() { stop(); }
+
+void LaneThreads::stop() {
   {
     const std::lock_guard lock(mutex_);
     stopping_ = true;
@@ -98,15 +105,15 @@ PeerFabric::~PeerFabric() {
 }
 
 PeerFabric::Vote PeerFabric::make(const Setup& setup) {
-  const Processes& processes = *setup.processes;
+  const Processes& processes = *setup.reports->processes();
   if (std::string reason = processes.obstacle(); !reason.empty()) return {nullptr, reason};
   std::unique_ptr<PeerFabric> fabric(new PeerFabric());
-  fabric->processes_ = setup.processes;
+  fabric->processes_ = setup.reports->processes();
 
   const auto observe = [&](Step step) {
     if (setup.observer) setup.observer({.step = step});
   };
-  StoreRounds rounds(setup.store, "peer", setup.rank, setup.size, setup.timeout, setup.processes);
+  StoreRounds rounds(setup.store, "peer", setup.rank, setup.size, setup.timeout, *setup.reports);
   const int32_t cores = processes.cores_per_rank();
   fabric->spins_ = cores > 0 ? cpu::kSpins : 0;
   SlabShape shape{.world_size = setup.size, .lanes = std::clamp(cores, 1, kPeerMaxLanes), .slot_bytes = 0};
@@ -123,17 +130,17 @@ PeerFabric::Vote PeerFabric::make(const Setup& setup) {
       if (rank != setup.rank) fabric->memory_.push_back(cpu::SharedMemory::open(paths[rank], echo::slab_bytes(shape)));
       bases[rank] = (rank == setup.rank ? fabric->memory_.front() : fabric->memory_.back()).data();
     }
-  } catch (const std::system_error& error) {
+    observe(Step::kMapped);
+    fabric->group_ = std::make_unique<cpu::PeerGroup>(shape, setup.rank, std::move(bases));
+    fabric->lanes_ = std::make_unique<LaneThreads>(shape.lanes);
+  } catch (const std::exception& error) {
     failure = error.what();
   }
-  // Every rank has mapped what it could when this round ends: nobody needs the handles any more.
+  // Every rank has mapped what it could when this round ends: nobody needs the handles any more. It is the last thing
+  // that may fail: from here on peers wait for this rank's tickets, where nobody hears of a failure.
   failure = rounds.exchange_failure(failure);
   for (cpu::SharedMemory& memory : fabric->memory_) memory.close_handle();
   if (!failure.empty()) return {nullptr, failure};
-  observe(Step::kMapped);
-
-  fabric->group_ = std::make_unique<cpu::PeerGroup>(shape, setup.rank, std::move(bases));
-  fabric->lanes_ = std::make_unique<LaneThreads>(shape.lanes);
   fabric->observer_ = setup.observer;
   return {std::move(fabric), {}};
 }

@@ -19,7 +19,7 @@
 
 #include "../cpu/peer_allreduce.h"
 #include "../cpu/shared_memory.h"
-#include "processes.hpp"
+#include "fault_reports.hpp"
 
 namespace echo::pg {
 
@@ -34,6 +34,7 @@ class LaneThreads {
 
  private:
   void serve(int32_t lane);
+  void stop();
 
   std::mutex mutex_;
   std::condition_variable changed_;
@@ -53,7 +54,7 @@ class PeerFabric {
     int32_t size = 1;
     int64_t workspace_bytes = 0;
     std::chrono::milliseconds timeout{0};
-    std::shared_ptr<const Processes> processes;
+    const FaultReports* reports = nullptr;
     Observer observer;
   };
 
@@ -82,7 +83,7 @@ class PeerFabric {
  private:
   PeerFabric() = default;
 
-  std::vector<cpu::SharedMemory> memory_;    // own slab first, then those of the peers
+  std::vector<cpu::SharedMemory> memory_;  // own slab first, then those of the peers
   std::shared_ptr<const Processes> processes_;
   std::unique_ptr<cpu::PeerGroup> group_;
   std::unique_ptr<LaneThreads> lanes_;

@@ -31,10 +31,10 @@ void notice_missing_cuda(std::string_view reason) {
 
 ProcessGroupEcho::ProcessGroupEcho(GroupSetup setup)
     : Backend(setup.rank, setup.size),
-      core_((validate(setup.config), std::make_shared<GroupCore>(
-                                           setup.config,
-                                           GroupCore::Ranks{setup.store, setup.rank, setup.size, setup.processes},
-                                           std::move(setup.make_wire)))),
+      core_((validate(setup.config),
+             std::make_shared<GroupCore>(setup.config,
+                                         GroupCore::Ranks{setup.store, setup.rank, setup.size, setup.processes},
+                                         std::move(setup.make_wire)))),
       rules_(make_policy_rules(core_->config)),
       store_(std::move(setup.store)),
       inner_(std::move(setup.inner)),
@@ -212,7 +212,7 @@ void ProcessGroupEcho::check_plan(const Tensors& tensors, const Decision& decisi
 }
 
 StoreRounds ProcessGroupEcho::rounds(const std::string& name, std::chrono::milliseconds timeout) const {
-  return {store_, name, getRank(), getSize(), timeout, core_->processes};
+  return {store_, name, getRank(), getSize(), timeout, core_->reports};
 }
 
 WorkPtr ProcessGroupEcho::all_reduce_quantized(const at::Tensor& tensor, bool async_op,

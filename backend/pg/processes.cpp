@@ -4,6 +4,8 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <map>
+#include <mutex>
 #include <sstream>
 #include <thread>
 
@@ -15,7 +17,7 @@ namespace {
 struct Introduction {
   pid_t pid = 0;
   int32_t cores = 1;
-  std::string host;
+  uint64_t host = 0;
 };
 
 int32_t usable_cores() {
@@ -24,11 +26,29 @@ int32_t usable_cores() {
   return static_cast<int32_t>(std::max(1u, std::thread::hardware_concurrency()));  // more cores than the set holds
 }
 
+// FNV-1a: enough to tell hosts apart, and short where a group has many ranks.
+uint64_t own_host() {
+  uint64_t hash = 0xcbf29ce484222325ull;
+  for (const char c : cpu::host_identity()) hash = (hash ^ static_cast<unsigned char>(c)) * 0x100000001b3ull;
+  return hash;
+}
+
+// One handle per process, however many groups watch it.
+std::shared_ptr<const cpu::PeerProcess> watch(pid_t pid) {
+  static auto* const mutex = new std::mutex();
+  static auto* const watched = new std::map<pid_t, std::weak_ptr<const cpu::PeerProcess>>();
+  const std::lock_guard lock(*mutex);
+  std::weak_ptr<const cpu::PeerProcess>& known = (*watched)[pid];
+  std::shared_ptr<const cpu::PeerProcess> process = known.lock();
+  // A process that has ended may have left its number to another one.
+  if (!process || process->has_exited()) known = process = std::make_shared<const cpu::PeerProcess>(pid);
+  return process;
+}
+
 Introduction read(const std::string& text) {
   Introduction introduction;
   std::istringstream in(text);
-  in >> introduction.pid >> introduction.cores;
-  std::getline(in >> std::ws, introduction.host);
+  in >> introduction.pid >> introduction.cores >> introduction.host;
   return introduction;
 }
 
@@ -36,31 +56,33 @@ Introduction read(const std::string& text) {
 
 std::string Processes::introduction() {
   std::ostringstream out;
-  out << getpid() << " " << usable_cores() << " " << cpu::host_identity();
+  out << getpid() << " " << usable_cores() << " " << own_host();
   return out.str();
 }
 
 bool Processes::has_exited(const std::string& introduction) {
   const Introduction it = read(introduction);
-  return it.host == cpu::host_identity() && cpu::PeerProcess(it.pid).has_exited();
+  return it.host == own_host() && cpu::PeerProcess(it.pid).has_exited();
 }
 
 Processes::Processes(int32_t rank, int32_t size, const std::vector<std::string>& introductions) {
-  TORCH_CHECK_VALUE(introductions.empty() || static_cast<int32_t>(introductions.size()) == size,
-                    "a group of ", size, " ranks was given ", introductions.size(), " introductions");
-  const std::string host = cpu::host_identity();
+  TORCH_CHECK_VALUE(introductions.empty() || static_cast<int32_t>(introductions.size()) == size, "a group of ", size,
+                    " ranks was given ", introductions.size(), " introductions");
+  const uint64_t host = own_host();
   for (const std::string& text : introductions) {
     const Introduction it = read(text);
     const bool watched = it.host == host && static_cast<int32_t>(members_.size()) != rank;
-    members_.push_back({it.cores, it.host, watched ? cpu::PeerProcess(it.pid) : cpu::PeerProcess()});
+    members_.push_back({it.cores, it.host, watched ? watch(it.pid) : nullptr});
   }
 }
 
-bool Processes::has_exited(int32_t rank) const { return !members_.empty() && members_[rank].process.has_exited(); }
+bool Processes::has_exited(int32_t rank) const {
+  return !members_.empty() && members_[rank].process && members_[rank].process->has_exited();
+}
 
 std::string Processes::exited() const {
   for (size_t rank = 0; rank < members_.size(); ++rank) {
-    if (members_[rank].process.has_exited()) return "the process of rank " + std::to_string(rank) + " has exited";
+    if (has_exited(static_cast<int32_t>(rank))) return "the process of rank " + std::to_string(rank) + " has exited";
   }
   return {};
 }
@@ -69,8 +91,7 @@ std::string Processes::obstacle() const {
   if (members_.empty()) return "its ranks did not introduce themselves";
   for (size_t rank = 1; rank < members_.size(); ++rank) {
     if (members_[rank].host == members_[0].host) continue;
-    return "ranks 0 and " + std::to_string(rank) +
-           " share no memory (other host, user, or IPC or PID namespace)";
+    return "ranks 0 and " + std::to_string(rank) + " share no memory (other host, user, or IPC or PID namespace)";
   }
   return {};
 }

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -37,8 +38,8 @@ class Processes {
  private:
   struct Member {
     int32_t cores = 1;
-    std::string host;
-    cpu::PeerProcess process;  // watched only where its host is this one
+    uint64_t host = 0;
+    std::shared_ptr<const cpu::PeerProcess> process;  // null where its host is not this one
   };
 
   std::vector<Member> members_;

@@ -84,7 +84,7 @@ std::string current_cause() {
 void GroupCore::look_at_devices() {
   if (std::string text = device_fault.text(); !text.empty()) fault.set(text);
   if (std::string text = cuda_fabrics.fault_text(); !text.empty()) {
-    fault.set("a quantized all_reduce over peer memory failed on the device: " + text);
+    fault.set(reports.name() + ": a quantized all_reduce over peer memory failed on the device: " + text);
   }
 }
 

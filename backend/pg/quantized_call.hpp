@@ -38,12 +38,10 @@ struct GroupCore {
 
   GroupCore(Config group_config, const Ranks& ranks, WireGroups::Make make_wire)
       : config(std::move(group_config)),
-        processes(ranks.processes),
         reports(ranks.store, ranks.rank, ranks.size, ranks.processes),
         wire(std::move(make_wire)) {}
 
   const Config config;
-  const std::shared_ptr<const Processes> processes;
   const FaultReports reports;
   std::atomic<bool> aborting{false};  // by this rank's own will: what the others say is of no interest
   GroupFault fault;
@@ -51,7 +49,7 @@ struct GroupCore {
   GroupStats stats;
   WireGroups wire;
   std::optional<PeerFabric::Vote> peer;  // of CPU tensors; empty before their first call. Guarded by the issue lock
-  Observer observer;  // of the vote and the calls; tests set it before the first call
+  Observer observer;                     // of the vote and the calls; tests set it before the first call
   std::atomic<PeerFabric*> peer_fabric{nullptr};  // that of the vote, for those who end the group without the lock
   CudaFabrics cuda_fabrics;                       // of CUDA tensors
   wire::Workspace workspace;                      // used by one call at a time

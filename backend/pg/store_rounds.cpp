@@ -13,7 +13,7 @@ std::vector<std::string> StoreRounds::exchange(const std::string& text) {
   std::vector<std::string> keys;
   for (int32_t rank = 0; rank < size_; ++rank) keys.push_back(key(rank, round_));
   try {
-    wait_for_keys(*store_, keys, timeout_, [&] { check_processes(keys); });
+    wait_for_keys(*store_, keys, timeout_, [&] { check_ranks(keys); });
   } catch (const std::exception& error) {
     const auto* torch_error = dynamic_cast<const c10::Error*>(&error);
     TORCH_CHECK_WITH(DistBackendError, false, "rank ", missing_ranks(), " did not come within ", timeout_.count(),
@@ -28,10 +28,12 @@ std::vector<std::string> StoreRounds::exchange(const std::string& text) {
   return texts;
 }
 
-void StoreRounds::check_processes(const std::vector<std::string>& keys) {
+void StoreRounds::check_ranks(const std::vector<std::string>& keys) {
+  const std::string failure = reports_.first_heard();
+  TORCH_CHECK_WITH(DistBackendError, failure.empty() || store_->check(keys), failure);
   for (int32_t rank = 0; rank < size_; ++rank) {
     // Asked in this order: what a process said before it ended counts.
-    if (!processes_->has_exited(rank) || store_->check({keys[rank]})) continue;
+    if (!reports_.processes()->has_exited(rank) || store_->check({keys[rank]})) continue;
     TORCH_CHECK_WITH(DistBackendError, false, "the process of rank ", rank, " has exited");
   }
 }

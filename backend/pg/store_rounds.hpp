@@ -9,23 +9,24 @@
 
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
-#include "processes.hpp"
+#include "fault_reports.hpp"
 
 namespace echo::pg {
 
 class StoreRounds {
  public:
-  // `name` keeps the keys of different purposes apart; each is used once in the life of a group.
+  // `name` keeps the keys of different purposes apart; each is used once in the life of a group. `reports` of the group
+  // outlive this object.
   StoreRounds(const c10::intrusive_ptr<c10d::Store>& store, const std::string& name, int32_t rank, int32_t size,
-              std::chrono::milliseconds timeout, std::shared_ptr<const Processes> processes)
+              std::chrono::milliseconds timeout, const FaultReports& reports)
       : store_(c10::make_intrusive<c10d::PrefixStore>(name, store)),
         rank_(rank),
         size_(size),
         timeout_(timeout),
-        processes_(std::move(processes)) {}
+        reports_(reports) {}
 
   // Collective: this rank's part of a round, and the texts of all by rank. Throws c10::DistBackendError that names who
-  // did not come within the time-out, or who had exited before it spoke.
+  // did not come within the time-out, had exited before it spoke, or reports a failure of this group.
   std::vector<std::string> exchange(const std::string& text);
 
   // Collective: what went wrong on this rank, empty if nothing did, for the first failure of all ranks, "rank 1: ...".
@@ -38,7 +39,7 @@ class StoreRounds {
   static std::string first_failure(const std::vector<std::string>& texts);
 
  private:
-  void check_processes(const std::vector<std::string>& keys);
+  void check_ranks(const std::vector<std::string>& keys);
   std::string key(int32_t rank, int round) const { return std::to_string(round) + "/" + std::to_string(rank); }
   std::string missing_ranks() const;
 
@@ -46,7 +47,7 @@ class StoreRounds {
   int32_t rank_;
   int32_t size_;
   std::chrono::milliseconds timeout_;
-  std::shared_ptr<const Processes> processes_;
+  const FaultReports& reports_;
   int round_ = 0;
 };
 

@@ -107,11 +107,9 @@ int64_t state_slot_bytes(const at::Tensor& like, const Config& config) {
 
 Step parse_step(const std::string& name) {
   static const std::map<std::string, Step> steps = {
-      {"created", Step::kCreated}, {"mapped", Step::kMapped},
-      {"begun", Step::kBegun},     {"pushed", Step::kPushed},
-      {"reduced", Step::kReduced}, {"gather seen", Step::kGatherSeen},
-      {"updated", Step::kUpdated},
-      {"ended", Step::kEnded},     {"closing", Step::kClosing}};
+      {"created", Step::kCreated}, {"mapped", Step::kMapped},   {"begun", Step::kBegun},
+      {"pushed", Step::kPushed},   {"reduced", Step::kReduced}, {"gather seen", Step::kGatherSeen},
+      {"updated", Step::kUpdated}, {"ended", Step::kEnded},     {"closing", Step::kClosing}};
   const auto found = steps.find(name);
   TORCH_CHECK_VALUE(found != steps.end(), "no step is called '", name, "'");
   return found->second;
@@ -128,8 +126,8 @@ void do_to_this_process(const std::string& action) {
 // The action where this rank first does this step on this tile of this call.
 void fail_at(ProcessGroupEcho& group, const std::string& step, uint64_t call_number, int64_t tile,
              const std::string& action) {
-  TORCH_CHECK_VALUE(action == "kill" || action == "stop" || action == "exit" || action == "throw", "no action is called '",
-                    action, "'");
+  TORCH_CHECK_VALUE(action == "kill" || action == "stop" || action == "exit" || action == "throw",
+                    "no action is called '", action, "'");
   group.observe([step = parse_step(step), call_number, tile, action,
                  done = std::make_shared<std::atomic<bool>>(false)](const Moment& moment) {
     if (moment.step != step || moment.call_number != call_number || moment.tile != tile || done->exchange(true)) return;

@@ -107,7 +107,8 @@ class Composition {
     const auto record_bytes = static_cast<int64_t>(sizeof(CallRecord));
     record_ = at::empty({record_bytes}, bytes_options_);
     records_ = at::empty({plan_.world_size * record_bytes}, bytes_options_);
-    const CallRecord record = make_call_record(plan_, call_.direction, call_.call_number, call_.exact_calls, shape_of(call_));
+    const CallRecord record =
+        make_call_record(plan_, call_.direction, call_.call_number, call_.exact_calls, shape_of(call_));
     device_.write_record(record, call_.rescale, bytes_of(record_));
     exchanges_.all_gather(records_, record_)->wait();
     awaited_ = Awaited::kNothing;
@@ -249,9 +250,7 @@ Receipt receipt_for(const Plan& plan, int64_t sent) {
   return Receipt{.wire_bytes = sent, .padding_bytes = sent - ideal_wire_bytes(plan)};
 }
 
-CallShape shape_of(const Call& call) {
-  return echo::shape_of(call.tensor.sizes().data(), call.tensor.sizes().size());
-}
+CallShape shape_of(const Call& call) { return echo::shape_of(call.tensor.sizes().data(), call.tensor.sizes().size()); }
 
 Site site_of(const Call& call) {
   Site site;

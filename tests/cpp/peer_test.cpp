@@ -6,6 +6,7 @@
 #include <chrono>
 #include <cstring>
 #include <random>
+#include <stdexcept>
 #include <thread>
 #include <vector>
 
@@ -19,8 +20,6 @@ using namespace echo;
 using namespace echo::testing;
 using cpu::PeerCall;
 using cpu::PeerGroup;
-using Moment;
-using Step;
 
 // Zeroed memory for every rank's slab, on cache-line boundaries.
 struct Slabs {
@@ -140,9 +139,9 @@ void check_abort(const Case& c, unsigned seed) {
   const auto author = static_cast<int32_t>(chance() % c.world_size);
   const auto last = static_cast<uint64_t>(c.calls - 1);
   const Moment chosen{.step = chance() % 2 == 0 ? Step::kPushed : Step::kReduced,
-                          .call_number = chance() % (last + 1),
-                          .lane = static_cast<int32_t>(chance() % c.lanes),
-                          .tile = 0};
+                      .call_number = chance() % (last + 1),
+                      .lane = static_cast<int32_t>(chance() % c.lanes),
+                      .tile = 0};
   on_threads(c.world_size, [&](int32_t rank) {
     PeerGroup group(shape, rank, slabs.bases, *cpu::stages_named(c.isa));
     const Observer observer = [&](const Moment& now) {
@@ -195,7 +194,7 @@ ECHO_TEST(stages_of_a_lane_overlap) {
 
 // Both ranks' outcome of one call under a scenario: true where it completed; the tensors are checked for NaN where it
 // did not.
-enum class Trouble { kOtherNumel, kLate, kExited, kAborted };
+enum class Trouble { kOtherNumel, kOtherShape, kLate, kExited, kAborted, kThrown };
 
 void check_trouble(Trouble trouble, const std::string& expected_words) {
   const Case c{2, 1, 1};
@@ -207,13 +206,25 @@ void check_trouble(Trouble trouble, const std::string& expected_words) {
   on_threads(2, [&](int32_t rank) {
     PeerGroup group(shape, rank, slabs.bases);
     if (rank == 1 && trouble == Trouble::kAborted) group.abort();
-    if (rank == 1 && trouble != Trouble::kOtherNumel) return;
+    const bool both = trouble == Trouble::kOtherNumel || trouble == Trouble::kOtherShape || trouble == Trouble::kThrown;
+    if (rank == 1 && !both) return;
     Plan plan = plan_of(c, 2);
-    plan.numel -= rank;
+    if (trouble == Trouble::kOtherNumel) plan.numel -= rank;
     PeerCall call = call_of(plan, rank, 0, worlds[rank]);
     if (trouble == Trouble::kLate) call.limits.timeout = std::chrono::milliseconds(200);
+    const int64_t sizes[] = {plan.numel / (8 << rank), 8 << rank};
+    if (trouble == Trouble::kOtherShape) call.shape = shape_of(sizes, 2);
     if (trouble == Trouble::kExited) call.limits.has_exited = [](int32_t) { return true; };
-    CHECK(!group.all_reduce(call, [](const auto& body) { body(0); }));
+    const Observer thrower = [&](const Moment& now) {
+      if (trouble == Trouble::kThrown && rank == 1 && now.step == Step::kPushed) throw std::runtime_error("thrown");
+    };
+    bool thrown = false;
+    try {
+      CHECK(!group.all_reduce(call, [](const auto& body) { body(0); }, thrower));
+    } catch (const std::runtime_error&) {
+      thrown = true;
+    }
+    CHECK_EQ(thrown, trouble == Trouble::kThrown && rank == 1);
     if (group.describe_fault(call).find(expected_words) != std::string::npos) ++words_found;
     CHECK(is_nan(plan, worlds[rank].tensors[rank]));
     CHECK(!group.all_reduce(call, [](const auto& body) { body(0); }));
@@ -222,6 +233,8 @@ void check_trouble(Trouble trouble, const std::string& expected_words) {
 }
 
 ECHO_TEST(ranks_in_different_calls_fault) { check_trouble(Trouble::kOtherNumel, "numel"); }
+ECHO_TEST(ranks_with_other_shapes_fault) { check_trouble(Trouble::kOtherShape, "the last of 16"); }
+ECHO_TEST(what_a_rank_throws_ends_the_waiting_of_others) { check_trouble(Trouble::kThrown, "aborted by rank 1"); }
 ECHO_TEST(a_late_rank_faults_at_the_time_out) { check_trouble(Trouble::kLate, "did not come within 200 ms"); }
 ECHO_TEST(an_exited_rank_faults) { check_trouble(Trouble::kExited, "has exited"); }
 ECHO_TEST(an_abort_ends_all_waiting) { check_trouble(Trouble::kAborted, "aborted by rank 1"); }

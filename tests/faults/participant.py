@@ -1,0 +1,295 @@
+"""One rank's part in an injection: groups, calls, the fault if it is the victim, and afterwards a group that works."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import re
+import signal
+import threading
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from injections import CALLS, LONG_TIMEOUT, PATIENCE, STEPS, TIMED_CALLS, Injection
+
+
+@dataclass
+class Outcome:
+    """What one rank saw: its first error, after how many right results and seconds, and what went wrong in the test's
+    eyes."""
+
+    pid: int
+    text: str = ""
+    seconds: float = 0.0
+    right: int = 0
+    problems: list[str] = field(default_factory=list)
+
+
+def contribution(rank: int, numel: int, call: int, it: Injection) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1000 * call + rank)
+    return torch.randn(numel, generator=generator).to(getattr(torch, it.dtype)).to(it.device)
+
+
+def echo_group(it: Injection, fabric: str, timeout: float, ranks: list[int] | None = None, bits: int = 8) -> Any:
+    import echo_pg
+
+    options = echo_pg.Options(
+        policy="all", min_bytes=0, fabric=fabric, group_size=1024, bits=bits, workspace_bytes=4 << 20, timeout=timeout,
+        residual=it.residual, diagnostics=it.diagnostics, allow_shared_gpu=True,
+    )  # fmt: skip
+    return dist.new_group(
+        ranks,
+        backend="echo",
+        pg_options=options,
+        timeout=timedelta(seconds=timeout),
+        use_local_synchronization=ranks is not None,
+    )
+
+
+def call_numel(it: Injection, call: int) -> int:
+    return it.numel - 1024 * call  # no two calls alike, so that a rank in another one shows
+
+
+def all_reduce(tensor: torch.Tensor, group: Any, exact: bool) -> None:
+    import echo_pg
+
+    with echo_pg.exact() if exact else contextlib.nullcontext():
+        dist.all_reduce(tensor, group=group)
+    if tensor.is_cuda:
+        torch.cuda.synchronize()
+
+
+def expected_results(rank: int, it: Injection) -> list[torch.Tensor]:
+    """Right to the bit: from the other fabric on CPU, which computes the same, or, forwarded, from Gloo."""
+    group = None if it.forwarded else echo_group(it, "wire" if it.fabric == "peer" else "peer", LONG_TIMEOUT)
+    results = [contribution(rank, call_numel(it, call), call, it).cpu() for call in range(CALLS)]
+    for tensor in results:
+        dist.all_reduce(tensor, group=group)
+    if group is not None:
+        dist.destroy_process_group(group)
+    return results
+
+
+def held() -> Counter[str]:
+    """What this process has open, and its mappings of shared memory."""
+    gc.collect()
+    found = [line.split(" ", 5)[-1].strip() for line in Path("/proc/self/maps").read_text().splitlines()]
+    found = [name for name in found if "/dev/shm" in name]
+    for link in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # that of the listing itself
+            found.append(re.sub(r"\d+", "", str(link.readlink())))
+    return Counter(found)
+
+
+def wake_the_victim(rank: int, it: Injection, folder: str) -> None:
+    """The first of the others wakes a stopped process, when all of them have their error."""
+    Path(folder, f"done.{rank}").touch()
+    others = [other for other in range(it.size) if other != it.victim]
+    if it.action != "stop" or rank != others[0]:
+        return
+    deadline = time.monotonic() + it.timeout + 2 * PATIENCE
+    while not all(Path(folder, f"done.{other}").exists() for other in others) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    pid = int(Path(folder, f"pid.{it.victim}").read_text())
+
+    def wake() -> None:  # again and again: a timer may stop it later than this
+        for _ in range(40):
+            os.kill(pid, signal.SIGCONT)
+            time.sleep(0.25)
+
+    threading.Thread(target=wake, daemon=True).start()
+
+
+def strike(action: str) -> None:
+    """End or stop this process."""
+    if action == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if action == "stop":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    if action == "exit":
+        os._exit(3)
+
+
+def victims_call(it: Injection, call: int, tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor with which the victim calls, where that is its fault; where it is to be struck, it is."""
+    if call != it.call:
+        return tensor
+    if it.action == "throw" and it.stage in ("before", "forwarded"):
+        raise RuntimeError("the program of this rank fails")
+    if it.stage == "before":
+        strike(it.action)
+    if it.timed:
+        threading.Timer(it.after, strike, [it.action]).start()
+    if it.action == "late":
+        time.sleep(it.timeout + 1.5)
+    if it.action == "size":
+        return tensor[: tensor.numel() - 2048].clone()
+    if it.action == "dtype":
+        return tensor.to(torch.float16 if tensor.dtype == torch.bfloat16 else torch.bfloat16)
+    if it.action == "shape":
+        return tensor.view(-1, 16)
+    return tensor
+
+
+def error_of(tensor: torch.Tensor, group: Any, exact: bool) -> str:
+    """The error of an all-reduce, empty if there is none. On devices the call after it tells."""
+    try:
+        all_reduce(tensor, group, exact)
+        if tensor.is_cuda and tensor.isnan().any():
+            all_reduce(tensor.clone(), group, exact)
+            return "a device delivered NaN and no error"
+    except dist.DistBackendError as error:
+        return str(error)
+    return ""
+
+
+def make_calls(rank: int, it: Injection, groups: list[Any], expected: list[torch.Tensor], outcome: Outcome) -> None:
+    """Until the first error. One call more than the fault needs: some faults show only in the next one."""
+    import echo_pg
+
+    victim = rank == it.victim
+    # Who is struck in destroying the group gets there before the others are done.
+    for number in range(TIMED_CALLS if it.timed else CALLS if victim and it.stage == "closing" else CALLS + 1):
+        call = number % CALLS if it.timed else number
+        if number == CALLS or (it.timed and call == 0):
+            for group in groups:
+                echo_pg.new_pass("forward", group)
+        if victim and call == it.call and it.action in ("skip", "skip the last"):
+            continue
+        if victim and call == CALLS and it.action == "skip the last":
+            return
+        tensor = contribution(rank, call_numel(it, call), call, it)
+        exact = it.forwarded
+        if victim:
+            tensor = victims_call(it, number, tensor)
+            exact = exact or (it.action == "forward" and call == it.call)
+        before = tensor.clone()
+        start = time.monotonic()
+        turn = groups if not (victim and it.action == "order" and call == it.call) else groups[::-1]
+        for group in turn:
+            outcome.text = error_of(tensor, group, exact)
+            if outcome.text:
+                break
+        outcome.seconds = time.monotonic() - start
+        if outcome.text:
+            whole = tensor.isnan().all() or torch.equal(tensor, before) or exact
+            if not whole:
+                outcome.problems.append("a tensor that is neither NaN nor as it was")
+            return
+        if call < CALLS and it.action != "order":
+            if torch.equal(tensor.cpu().view(-1).view(torch.int16), expected[call].view(torch.int16)):
+                outcome.right += 1
+            else:
+                outcome.problems.append(f"a wrong result of call {call}")
+
+
+def check_that_it_stays_failed(rank: int, it: Injection, group: Any, outcome: Outcome) -> None:
+    if it.forwarded and not it.diagnostics:
+        return  # the inner backend's own failure
+    start = time.monotonic()
+    text = error_of(contribution(rank, 3000, 0, it), group, False)
+    if "does not resume" not in text or time.monotonic() - start > 1:
+        outcome.problems.append(f"a failed group answered: {text!r}")
+
+
+def check_new_group(rank: int, it: Injection, outcome: Outcome, folder: str) -> None:
+    """A group of those who live, over the old rendezvous where that lives, works."""
+    alive = [other for other in range(it.size) if not (it.ends_process and other == it.victim)]
+    if it.store == "rank 0" and it.victim == 0:
+        dist.destroy_process_group()
+        store = dist.FileStore(f"{folder}/again", len(alive))
+        dist.init_process_group(
+            "gloo", store=store, rank=alive.index(rank), world_size=len(alive), timeout=timedelta(seconds=30)
+        )
+        members = None
+    else:
+        members = alive
+    group = echo_group(it, "auto", 30.0, members)
+    tensor = contribution(rank, 3000, 9, it)
+    all_reduce(tensor, group, False)
+    exact = sum(contribution(other, 3000, 9, it).float() for other in alive)
+    # Two quantizations to 255 levels of groups that span less than 12 per rank.
+    if not (tensor.cpu().float() - exact.cpu()).abs().max() < (len(alive) + 1) * len(alive) * 12 / 255:
+        outcome.problems.append("a wrong result of the new group")
+    dist.destroy_process_group(group)
+
+
+def run_injection(rank: int, size: int, it: Injection, folder: str, port: int) -> Outcome:
+    """Called on every rank. A rank that ends by the fault returns nothing."""
+    from echo_pg import build
+
+    if it.device == "cuda":
+        torch.cuda.set_device(rank % torch.cuda.device_count())
+    outcome = Outcome(os.getpid())
+    Path(folder, f"pid.{rank}").write_text(str(os.getpid()))
+    store = make_store(rank, size, it, folder, port)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=30))
+    expected = expected_results(rank, it)
+    dist.barrier()
+    before = held()
+    victim = rank == it.victim
+    if victim and it.stage == "creating":
+        threading.Timer(it.after, strike, [it.action]).start()
+    groups: list[Any] = []
+    start = time.monotonic()
+    try:
+        if it.action == "throw" and it.stage == "creating" and victim:
+            dist.new_group(backend="echo", pg_options="no options")
+        bits = 4 if it.action == "bits" and victim else 8
+        groups = [echo_group(it, it.fabric, it.timeout, None, bits) for _ in range(2 if it.action == "order" else 1)]
+    except (dist.DistBackendError, TypeError) as error:
+        outcome.text, outcome.seconds = str(error), time.monotonic() - start
+    if groups and victim and it.stage in STEPS:
+        build.extension().testing.fail_at(
+            groups[0]._get_backend(torch.device(it.device)), it.stage, call=it.call, tile=it.tile, action=it.action
+        )
+    if groups:
+        try:
+            make_calls(rank, it, groups, expected, outcome)
+        except RuntimeError as error:
+            outcome.text = str(error)
+            time.sleep(it.timeout + PATIENCE)  # its program handles it and lives on
+        if outcome.text and "this rank fails" not in outcome.text:
+            check_that_it_stays_failed(rank, it, groups[-1 if it.action == "order" and victim else 0], outcome)
+    while groups:
+        dist.destroy_process_group(groups.pop())
+    if not victim:
+        wake_the_victim(rank, it, folder)
+    finish(rank, it, outcome, before, folder)
+    return outcome
+
+
+def finish(rank: int, it: Injection, outcome: Outcome, before: Counter[str], folder: str) -> None:
+    """Nothing is left, and life goes on."""
+    deadline = time.monotonic() + 3.0  # threads that nobody waits for close what they held
+    while (grown := held() - before) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    if it.device == "cuda":
+        grown = Counter()  # what a failed group maps on the device stays, since a kernel may still use it
+        if (torch.ones(1, device="cuda") + 1).item() != 2:
+            outcome.problems.append("the device does not work any more")
+    if grown:
+        outcome.problems.append(f"left open: {dict(grown)}")
+    check_new_group(rank, it, outcome, folder)
+
+
+def make_store(rank: int, size: int, it: Injection, folder: str, port: int) -> Any:
+    if it.store == "file":
+        return dist.FileStore(f"{folder}/meet", size)
+    if it.store == "launcher":
+        return dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+    if rank == 0:
+        server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        (path := Path(folder, "port.new")).write_text(str(server.port))
+        path.rename(Path(folder, "port"))
+        return server
+    while not Path(folder, "port").exists():
+        time.sleep(0.01)
+    return dist.TCPStore("127.0.0.1", int(Path(folder, "port").read_text()), is_master=False, wait_for_workers=False)

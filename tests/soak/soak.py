@@ -1,0 +1,350 @@
+"""Calls by the hundred thousand, each result checked:
+
+    python tests/soak/soak.py --calls 1000000 --seed 1 --seconds 1200 --out soak.jsonl --summary soak.json
+
+Every result must stay within its exact limit (limits.py) and be the same on all ranks; of sampled groups every result
+equals the reference byte for byte. Between epochs, when all groups are destroyed, open files and mappings of shared
+memory must be what they were, and memory must not grow. One JSON line per slice of processes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ctypes
+import gc
+import json
+import os
+import sys
+import threading
+import time
+import zlib
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE), str(HERE.parent)]
+
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+from graphs import RecordedPass  # noqa: E402
+from limits import limits  # noqa: E402
+from ranks import run_ranks  # noqa: E402
+from reference_group import RefGroup  # noqa: E402
+from schedule import LARGEST, POOL, Call, Epoch, GroupUse, Kind, Schedule  # noqa: E402
+from torch import Tensor  # noqa: E402
+
+EPOCH_CALLS = 3000  # per group
+LARGE_EVERY = 12  # epochs
+WARM_UP = 0.3  # of a slice: memory pools fill
+# A call that leaks anything leaks the smallest piece that malloc gives, 32 bytes; half of that, and some pages.
+LEAK_BYTES_PER_CALL = 16
+LEAK_SLACK_BYTES = 4 << 20
+
+
+class Pool:
+    """Contributions of all ranks, made alike on each of them, exact sums and limits."""
+
+    def __init__(self, seed: int, size: int, device: str) -> None:
+        self.seed, self.size, self.device = seed, size, device
+        self.entries: dict[Kind, list[list[Tensor]]] = {}
+        self.made: dict[Any, list[tuple[Tensor, Tensor]]] = {}
+
+    def of(self, kind: Kind) -> list[list[Tensor]]:
+        if kind not in self.entries:
+            generator = torch.Generator().manual_seed(self.seed * 1_000_003 + kind.numel)
+            count = POOL if kind.numel <= 1 << 21 else 2
+            self.entries[kind] = [
+                [torch.randn(kind.numel, generator=generator).to(getattr(torch, kind.dtype)) for _ in range(self.size)]
+                for _ in range(count)
+            ]
+        return self.entries[kind]
+
+    def checks(self, kind: Kind, ranks: tuple[int, ...], options: Any, key: str) -> list[tuple[Tensor, Tensor]]:
+        """Per entry the exact sum and the limit of every element, on the device."""
+        if (kind, ranks, key) not in self.made:
+            pool = [[entry[rank] for rank in ranks] for entry in self.of(kind)]
+            sums = [torch.stack([x.float() for x in entry]).sum(0) for entry in pool]
+            pairs = zip(sums, limits(pool, sums, options), strict=True)
+            made = [(exact.to(self.device), limit.to(self.device)) for exact, limit in pairs]
+            if kind.numel > 1 << 21:
+                return made
+            self.made[kind, ranks, key] = made
+        return self.made[kind, ranks, key]
+
+
+class Runner:
+    """One group of an epoch: makes its calls and checks them."""
+
+    def __init__(self, use: GroupUse, pool: Pool, rank: int, device: str) -> None:
+        import echo_pg
+
+        self.use, self.pool, self.rank, self.device = use, pool, rank, device
+        self.options = echo_pg.Options(
+            policy="all", min_bytes=0, dtypes=("float32", "bfloat16", "float16"), fabric=use.fabric,
+            allow_shared_gpu=True, **use.options,
+        )  # fmt: skip
+        self.key = repr(use.options)
+        self.group = dist.new_group(
+            list(use.ranks), backend="echo", pg_options=self.options, timeout=timedelta(seconds=60)
+        )
+        self.member = rank in use.ranks
+        self.reference = RefGroup(len(use.ranks), **use.options) if use.mirrored and self.member else None
+        # On a device half of the groups call from a stream of their own.
+        own_stream = device == "cuda" and len(use.calls) % 2
+        self.stream = torch.cuda.Stream() if own_stream else contextlib.nullcontext()
+        self.flight: list[tuple[Any, Tensor, Call]] = []
+        self.crc = 0
+        self.calls = 0
+        self.mirrored = 0
+
+    def make(self, call: Call) -> None:
+        if not self.member:
+            return
+        with torch.cuda.stream(self.stream) if isinstance(self.stream, torch.cuda.Stream) else self.stream:
+            self._make(call)
+
+    def _make(self, call: Call) -> None:
+        import echo_pg
+
+        if self.flight and self.flight[0][2].burst != call.burst:
+            self.land()
+        if call.starts_pass:
+            echo_pg.new_pass("forward", self.group)
+            if self.reference:
+                self.reference.new_pass("forward")
+        tensor = self.pool.of(call.kind)[call.entry][self.rank].to(self.device, copy=True)
+        if call.burst:
+            self.flight.append((dist.all_reduce(tensor, group=self.group, async_op=True), tensor, call))
+            return
+        dist.all_reduce(tensor, group=self.group)
+        self.check(tensor, call, lane=0)
+
+    def land(self) -> None:
+        """Wait for what is in flight."""
+        flight, self.flight = self.flight, []
+        for work, _, _ in flight:
+            work.wait()
+        for lane, (_, tensor, call) in enumerate(flight):
+            self.check(tensor, call, lane)
+
+    def check(self, tensor: Tensor, call: Call, lane: int) -> None:
+        exact, limit = self.pool.checks(call.kind, self.use.ranks, self.options, self.key)[call.entry]
+        self.calls += 1
+        if not bool(((tensor.float() - exact).abs_() <= limit).all()):
+            raise AssertionError(f"call {self.calls} of {self.use.ranks} {self.key}, {call}: beyond its limit")
+        result = tensor.cpu()
+        self.crc = zlib.crc32(result.view(torch.uint8).numpy(), self.crc)
+        if self.reference:
+            contributions = [self.pool.of(call.kind)[call.entry][rank] for rank in self.use.ranks]
+            expected = self.reference.all_reduce(contributions, lane=lane).output
+            if not torch.equal(result.view(torch.uint8), expected.view(-1).view(torch.uint8)):
+                raise AssertionError(f"call {self.calls} of {self.use.ranks} {self.key}, {call}: not the reference")
+            self.mirrored += 1
+
+    def finish(self) -> None:
+        with torch.cuda.stream(self.stream) if isinstance(self.stream, torch.cuda.Stream) else self.stream:
+            self.land()
+
+    def all(self) -> None:
+        for call in self.use.calls:
+            self.make(call)
+        self.finish()
+
+
+def run_epoch(epoch: Epoch, pool: Pool, rank: int, size: int, device: str) -> tuple[int, int]:
+    """(calls, calls compared with the reference) of this rank; raises where a result is wrong."""
+    import random
+
+    runners = [Runner(use, pool, rank, device) for use in epoch.uses]
+    if epoch.threads and len(runners) > 1:
+        in_threads([runner.all for runner in runners])
+    else:
+        # Order within a group is that of its calls, order among the groups is mixed alike on all ranks.
+        queues = [list(reversed(runner.use.calls)) for runner in runners]
+        mixing = random.Random(epoch.mixing)
+        while left := [index for index, queue in enumerate(queues) if queue]:
+            index = mixing.choice(left)
+            for _ in range(min(len(queues[index]), mixing.randrange(1, 8))):
+                runners[index].make(queues[index].pop())
+        for runner in runners:
+            runner.finish()
+    sums = torch.tensor([runner.crc for runner in runners])
+    everyone = [torch.empty_like(sums) for _ in range(size)]
+    dist.all_gather(everyone, sums)
+    for index, runner in enumerate(runners):
+        if len({int(everyone[member][index]) for member in runner.use.ranks}) > 1:
+            raise AssertionError(f"ranks {runner.use.ranks} hold different results: {runner.key}")
+        if runner.member:
+            dist.destroy_process_group(runner.group)
+    return sum(runner.calls for runner in runners), sum(runner.mirrored for runner in runners)
+
+
+def in_threads(bodies: list[Any]) -> None:
+    failures: list[BaseException] = []
+
+    def guarded(body: Any) -> None:
+        try:
+            body()
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=guarded, args=(body,)) for body in bodies]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if failures:
+        raise failures[0]
+
+
+def footprint(device: str) -> dict[str, int]:
+    """What this process holds, after it has given back what it can."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    status = Path("/proc/self/status").read_text().split()
+    held = {
+        "rss": int(status[status.index("VmRSS:") + 1]) << 10,
+        "files": len(os.listdir("/proc/self/fd")),
+        "shared": sum("/dev/shm" in line for line in Path("/proc/self/maps").read_text().splitlines()),
+        "threads": int(status[status.index("Threads:") + 1]),
+    }
+    if device == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        held["device_used"] = torch.cuda.mem_get_info()[1] - torch.cuda.mem_get_info()[0]
+    return held
+
+
+def settled_footprint(device: str, before: dict[str, int] | None) -> dict[str, int]:
+    """Threads that nobody waits for close the last files within a moment."""
+    deadline = time.monotonic() + 5
+    while True:
+        now = footprint(device)
+        same = before is None or all(now[name] <= before[name] for name in ("files", "shared", "threads"))
+        if same or time.monotonic() > deadline:
+            return now
+        time.sleep(0.02)
+
+
+def run_slice(rank: int, size: int, seed: int, calls: int, seconds: float, device: str, largest: int) -> dict[str, Any]:
+    """Epochs until all ranks have made `calls` calls or the time is over."""
+    if device == "cuda":
+        torch.cuda.set_device(rank % torch.cuda.device_count())
+    schedule = Schedule(
+        seed, size, largest, fabrics=("peer",) if device == "cuda" else ("peer", "peer", "peer", "wire")
+    )
+    pool = Pool(seed, size, device)
+    recorded = RecordedPass(rank, seed) if device == "cuda" else None
+    start = time.monotonic()
+    made = mirrored = epochs = groups = replayed = 0
+    history: list[tuple[int, dict[str, int]]] = []
+    while True:
+        time_over = torch.tensor(int(made >= calls or time.monotonic() - start >= seconds))
+        dist.all_reduce(time_over, op=dist.ReduceOp.MAX)
+        if time_over:
+            break
+        epoch = schedule.epoch(EPOCH_CALLS, with_large=epochs % LARGE_EVERY == LARGE_EVERY - 1)
+        new, compared = run_epoch(epoch, pool, rank, size, device)
+        if recorded:
+            replayed += recorded.replay(20)
+        made, mirrored, epochs, groups = made + new, mirrored + compared, epochs + 1, groups + len(epoch.uses)
+        history.append((made, settled_footprint(device, history[0][1] if history else None)))
+    return {
+        "calls": made,
+        "mirrored": mirrored,
+        "epochs": epochs,
+        "groups": groups,
+        "replayed": replayed,
+        "history": history,
+    }
+
+
+def growth(history: list[tuple[int, dict[str, int]]]) -> list[str]:
+    """What a rank held more of at the end than after the warm-up."""
+    if len(history) < 8:
+        return []
+    later = history[int(len(history) * WARM_UP) :]
+    problems = []
+    for name in ("files", "shared", "threads"):
+        if later[-1][1][name] > later[0][1][name]:
+            problems.append(f"{name}: {later[0][1][name]} became {later[-1][1][name]}")
+    third = max(1, len(later) // 3)
+    for name in ("rss", "device_used"):
+        if name not in later[0][1]:
+            continue
+        early, late = (sorted(held[name] for _, held in part)[third // 2] for part in (later[:third], later[-third:]))
+        allowed = LEAK_SLACK_BYTES + LEAK_BYTES_PER_CALL * (later[-1][0] - later[0][0])
+        if late - early > allowed:
+            problems.append(f"{name} grew by {late - early} bytes, more than {allowed}")
+    return problems
+
+
+def soak_slice(seed: int, calls: int, seconds: float, device: str, largest: int) -> dict[str, Any]:
+    """One set of processes; the line to be recorded."""
+    size = (2, 3, 2, 4)[seed % 4] if device == "cpu" else 2
+    start = time.monotonic()
+    outcomes = run_ranks(run_slice, size, seed, calls, seconds, device, largest, timeout=seconds + 240)
+    first, last = outcomes[0]["history"][0][1], outcomes[0]["history"][-1][1]
+    return {
+        "seed": seed,
+        "ranks": size,
+        "device": device,
+        "calls": sum(outcome["calls"] for outcome in outcomes),
+        "mirrored": sum(outcome["mirrored"] for outcome in outcomes),
+        "replayed": sum(outcome["replayed"] for outcome in outcomes),
+        "epochs": outcomes[0]["epochs"],
+        "groups": outcomes[0]["groups"],
+        "took_s": round(time.monotonic() - start, 1),
+        "footprint_first": first,
+        "footprint_last": last,
+        "problems": [f"rank {r}: {text}" for r, outcome in enumerate(outcomes) for text in growth(outcome["history"])],
+    }
+
+
+def summarise(lines: list[dict[str, Any]]) -> dict[str, Any]:
+    return {
+        "slices": len(lines),
+        **{
+            name: sum(line[name] for line in lines)
+            for name in ("calls", "mirrored", "replayed", "epochs", "groups", "took_s")
+        },
+        "largest_elements": LARGEST,
+        "problems": [problem for line in lines for problem in line["problems"]],
+        "rss_growth_mib": {
+            str(line["seed"]): round((line["footprint_last"]["rss"] - line["footprint_first"]["rss"]) / 2**20, 1)
+            for line in lines
+        },
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--calls", type=int, default=1_000_000, help="in all, counted on every rank")
+    parser.add_argument("--seconds", type=float, default=1200, help="start no slice after that time")
+    parser.add_argument("--slice-seconds", type=float, default=150)
+    parser.add_argument("--seed", type=int, default=1, help="of the first slice")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--largest", type=int, default=LARGEST, help="elements of the largest tensor")
+    parser.add_argument("--out", type=Path, help="JSON lines, appended: a soak goes on where it stopped")
+    parser.add_argument("--summary", type=Path, help="JSON")
+    a = parser.parse_args()
+    lines = [json.loads(line) for line in a.out.read_text().splitlines()] if a.out and a.out.exists() else []
+    end = time.monotonic() + a.seconds
+    while (made := sum(line["calls"] for line in lines)) < a.calls and (left := end - time.monotonic()) > 0:
+        line = soak_slice(a.seed + len(lines), a.calls - made, min(a.slice_seconds, left), a.device, a.largest)
+        lines.append(line)
+        if a.out:
+            with a.out.open("a") as file:
+                file.write(json.dumps(line) + "\n")
+        print(json.dumps(line), flush=True)
+    summary = summarise(lines)
+    if a.summary:
+        a.summary.write_text(json.dumps(summary, indent=1) + "\n")
+    print(json.dumps(summary, indent=1))
+    return 1 if summary["problems"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
