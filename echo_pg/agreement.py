@@ -11,6 +11,7 @@ import contextlib
 import json
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -20,6 +21,19 @@ _FAREWELL = timedelta(seconds=5)
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.001, 0.02  # seconds between two questions to the store
 _FIRST_LOOK, _LONGEST_PERIOD = 0.2, 1.0  # seconds until the first look at the processes, and at most between two
 _MOST_WATCHED = 64  # ranks: in larger groups the questions would bury the store
+
+
+@dataclass(frozen=True)
+class ProcessWatch:
+    """How the ranks' processes are watched: this one's introduction, a function that tells whether a process that
+    introduced itself so has ended, and by rank the introductions that are known beforehand."""
+
+    introduction: str
+    has_exited: Callable[[str], bool]
+    known: dict[int, str]
+
+
+NO_WATCH = ProcessWatch("", lambda introduction: False, {})
 
 
 class Agreement:
@@ -48,23 +62,15 @@ class Agreement:
             else:
                 self.store.set(f"seen/{self.rank}", "")
 
-    def reach(
-        self,
-        fingerprint: str,
-        timeout: timedelta,
-        introduction: str = "",
-        has_exited: Callable[[str], bool] = lambda introduction: False,
-    ) -> list[str]:
-        """Return the introductions of all ranks when all have the same fingerprint.
-
-        `has_exited` tells whether a process that introduced itself so has ended. Raises DistBackendError naming what
-        differs, who is missing or who has exited.
-        """
+    def reach(self, fingerprint: str, timeout: timedelta, processes: ProcessWatch = NO_WATCH) -> list[str]:
+        """Return the introductions of all ranks when all have the same fingerprint. Raises DistBackendError naming
+        what differs, who is missing or who has exited."""
+        introduction = processes.introduction
         if self.size == 1:
             return [introduction]
         from torch.distributed import DistBackendError
 
-        self.has_exited = has_exited
+        self.processes = processes
         self._write({"fingerprint": json.loads(fingerprint), "introduction": introduction})
         if self.rank != 0:
             self._await(["verdict"], timeout)
@@ -134,11 +140,12 @@ class Agreement:
     def _look_at_processes(self, keys: list[str]) -> None:
         for peer in range(self.size):
             key = f"rank/{peer}"
-            if peer == self.rank or not self.store.check([key]):
-                continue
-            introduction = json.loads(self.store.get(key)).get("introduction", "")
+            introduction = self.processes.known.get(peer, "")
+            if not introduction and self.store.check([key]):
+                introduction = json.loads(self.store.get(key)).get("introduction", "")
             # Asked in this order: what a process said before it ended counts.
-            if self.has_exited(introduction) and not self.store.check(keys):
+            exited = peer != self.rank and introduction and self.processes.has_exited(introduction)
+            if exited and not self.store.check(keys):
                 raise ChildProcessError(f"the process of rank {peer} has exited")
 
     def _who_is_missing(self) -> str:

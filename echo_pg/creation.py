@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
-from . import build, compatibility, log, options, passes
-from .agreement import Agreement
+from . import build, compatibility, log, options, passes, report
+from .agreement import Agreement, ProcessWatch
 from .options import Options
 
 
@@ -73,9 +73,24 @@ def _create_checked(place: Place, pg_options: Any) -> Any:
         agreement.withdraw(str(error))
         raise
     limit = timedelta(seconds=chosen.timeout) if isinstance(chosen.timeout, float) else place.timeout
-    introductions = agreement.reach(fingerprint, limit, extension.introduction(), extension.has_exited)
+    processes = ProcessWatch(extension.introduction(), extension.has_exited, _known_processes(place))
+    introductions = agreement.reach(fingerprint, limit, processes)
     place = replace(place, processes=extension.Processes(place.rank, place.size, introductions))
     return _create(extension, place, config, chosen, agreement.store)
+
+
+def _known_processes(place: Place) -> dict[int, str]:
+    """Introductions by rank of the new group, as other echo groups of this process have them: a rank that ends before
+    it comes to the new group is then missed as soon as it has ended."""
+    from torch.distributed import distributed_c10d as c10d
+
+    known: dict[int, str] = {}
+    for group, ranks in c10d._world.pg_group_ranks.items():
+        introductions = getattr(report.echo_in(group), "_introductions", None)
+        if introductions:
+            by_global_rank = {global_rank: introductions[group_rank] for global_rank, group_rank in ranks.items()}
+            known |= {rank: by_global_rank[r] for rank, r in enumerate(place.global_ranks) if r in by_global_rank}
+    return known
 
 
 def to_options(pg_options: Any) -> Options:

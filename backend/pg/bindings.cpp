@@ -252,6 +252,7 @@ void bind_group(py::module_& m) {
       .def("_desc", &ProcessGroupEcho::description)
       .def("_inner",
            [](const ProcessGroupEcho& group, const std::string& type) { return group.inner(c10::Device(type).type()); })
+      .def_property_readonly("_introductions", &ProcessGroupEcho::introductions)
       .def_property_readonly("_config", &ProcessGroupEcho::config, py::return_value_policy::copy);
 }
 

@@ -101,6 +101,8 @@ class ProcessGroupEcho : public c10d::Backend {
   std::vector<SiteErrors> site_errors(Direction direction) const { return core_->diagnostics.errors(direction); }
   std::string description() const;
   const Config& config() const { return core_->config; }
+  // Of its ranks, by rank; empty where the ranks were not introduced.
+  const std::vector<std::string>& introductions() const { return core_->reports.processes()->introductions(); }
   BackendPtr inner(c10::DeviceType type) const;
   // For tests, before the first quantized call.
   void observe(Observer observer);

@@ -65,11 +65,12 @@ bool Processes::has_exited(const std::string& introduction) {
   return it.host == own_host() && cpu::PeerProcess(it.pid).has_exited();
 }
 
-Processes::Processes(int32_t rank, int32_t size, const std::vector<std::string>& introductions) {
-  TORCH_CHECK_VALUE(introductions.empty() || static_cast<int32_t>(introductions.size()) == size, "a group of ", size,
-                    " ranks was given ", introductions.size(), " introductions");
+Processes::Processes(int32_t rank, int32_t size, std::vector<std::string> introductions)
+    : introductions_(std::move(introductions)) {
+  TORCH_CHECK_VALUE(introductions_.empty() || static_cast<int32_t>(introductions_.size()) == size, "a group of ", size,
+                    " ranks was given ", introductions_.size(), " introductions");
   const uint64_t host = own_host();
-  for (const std::string& text : introductions) {
+  for (const std::string& text : introductions_) {
     const Introduction it = read(text);
     const bool watched = it.host == host && static_cast<int32_t>(members_.size()) != rank;
     members_.push_back({it.cores, it.host, watched ? watch(it.pid) : nullptr});

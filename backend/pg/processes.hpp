@@ -20,7 +20,10 @@ class Processes {
   static bool has_exited(const std::string& introduction);
 
   // By rank; none: nothing is known of anyone. Throws c10::ValueError for a number of them that is not the group's.
-  Processes(int32_t rank, int32_t size, const std::vector<std::string>& introductions);
+  Processes(int32_t rank, int32_t size, std::vector<std::string> introductions);
+
+  // As given.
+  const std::vector<std::string>& introductions() const { return introductions_; }
 
   // False for this rank, and for ranks of other hosts, whose end only their connections tell.
   bool has_exited(int32_t rank) const;
@@ -42,6 +45,7 @@ class Processes {
     std::shared_ptr<const cpu::PeerProcess> process;  // null where its host is not this one
   };
 
+  std::vector<std::string> introductions_;
   std::vector<Member> members_;
 };
 

@@ -66,15 +66,14 @@ def all_reduce(tensor: torch.Tensor, group: Any, exact: bool) -> None:
         torch.cuda.synchronize()
 
 
-def expected_results(rank: int, it: Injection) -> list[torch.Tensor]:
-    """Right to the bit: from the other fabric on CPU, which computes the same, or, forwarded, from Gloo."""
+def expected_results(rank: int, it: Injection) -> tuple[list[torch.Tensor], Any]:
+    """Right to the bit: from the other fabric on CPU, which computes the same, or, forwarded, from Gloo. And the group
+    that computed them: a victim that is struck while it makes another one is known from it."""
     group = None if it.forwarded else echo_group(it, "wire" if it.fabric == "peer" else "peer", LONG_TIMEOUT)
     results = [contribution(rank, call_numel(it, call), call, it).cpu() for call in range(CALLS)]
     for tensor in results:
         dist.all_reduce(tensor, group=group)
-    if group is not None:
-        dist.destroy_process_group(group)
-    return results
+    return results, group
 
 
 def held() -> Counter[str]:
@@ -231,7 +230,7 @@ def run_injection(rank: int, size: int, it: Injection, folder: str, port: int) -
     Path(folder, f"pid.{rank}").write_text(str(os.getpid()))
     store = make_store(rank, size, it, folder, port)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=30))
-    expected = expected_results(rank, it)
+    expected, twin = expected_results(rank, it)
     dist.barrier()
     before = held()
     victim = rank == it.victim
@@ -246,6 +245,9 @@ def run_injection(rank: int, size: int, it: Injection, folder: str, port: int) -
         groups = [echo_group(it, it.fabric, it.timeout, None, bits) for _ in range(2 if it.action == "order" else 1)]
     except (dist.DistBackendError, TypeError) as error:
         outcome.text, outcome.seconds = str(error), time.monotonic() - start
+    if twin is not None:
+        dist.destroy_process_group(twin)
+        twin = None
     if groups and victim and it.stage in STEPS:
         build.extension().testing.fail_at(
             groups[0]._get_backend(torch.device(it.device)), it.stage, call=it.call, tile=it.tile, action=it.action
