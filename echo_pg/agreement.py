@@ -116,11 +116,11 @@ class Agreement:
             self._poll(keys, timeout)
         except Exception as error:
             waited = f"after {time.monotonic() - start:.1f} s (time-out {timeout.total_seconds():g} s)"
-            problem = f"Rank {self.rank} of {self.size} waited: {self._who_is_missing()} {waited}"
+            problem = f"Rank {self.rank} of {self.size} waited: {self._who_is_missing()} {waited}: {error}"
             if self.rank == 0:
                 with contextlib.suppress(Exception):  # for those who come later
                     self.store.set("verdict", json.dumps([problem, None]))
-            raise DistBackendError(f"echo: this group cannot be created. {problem}: {error}") from error
+            raise DistBackendError(f"echo: this group cannot be created. {problem}") from error
 
     def _poll(self, keys: list[str], timeout: timedelta) -> None:
         """Until the store has the keys. Its own wait hears of nothing else, so it is asked again and again."""

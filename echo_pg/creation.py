@@ -8,7 +8,11 @@ threads.
 
 import contextlib
 import hashlib
+import threading
 import warnings
+from collections.abc import Callable
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
@@ -16,6 +20,8 @@ from typing import Any
 from . import build, compatibility, log, options, passes, report
 from .agreement import Agreement, ProcessWatch
 from .options import Options
+
+_LOOK_PERIOD = 0.2  # seconds between two looks at the processes while an inner backend connects
 
 
 @dataclass(frozen=True)
@@ -223,14 +229,47 @@ def _make_gloo(place: Place, role: str, device_type: str) -> Any:
 
     if not dist.is_gloo_available():
         return None
+
+    def connect() -> Any:
+        return dist.ProcessGroupGloo(_watched(place, f"{role}/{device_type}"), place.rank, place.size, timeout=place.timeout)
+
     try:
-        gloo = dist.ProcessGroupGloo(_watched(place, f"{role}/{device_type}"), place.rank, place.size, timeout=place.timeout)
+        gloo = connect() if place.processes is None or place.size == 1 else _while_all_live(connect, place.processes)
     except Exception as error:
         raise dist.DistBackendError(_why_not_connected(place, role, error)) from error
     gloo.options.global_ranks_in_group = place.global_ranks
     gloo.options.group_name = _inner_name(place, role)
     _start_sequence_numbers(gloo)
     return gloo
+
+
+def _while_all_live(connect: Callable[[], Any], processes: Any) -> Any:
+    """What `connect` returns or raises; DistBackendError as soon as a process of the group has ended.
+
+    Gloo waits for connections to and from a dead process until its time-out, and nothing ends that. So it does so on a
+    thread, which is left behind then, with its sockets, until that time-out.
+    """
+    from torch.distributed import DistBackendError
+
+    outcome: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            outcome.set_result(connect())
+        except BaseException as error:
+            outcome.set_exception(error)
+
+    threading.Thread(target=run, name="echo-connect", daemon=True).start()
+    while True:
+        # Asked in this order: the last thing that a process did may have been to connect.
+        exited = processes.exited()
+        try:
+            return outcome.result(timeout=_LOOK_PERIOD)
+        except FutureTimeoutError:
+            if outcome.done():
+                raise  # its own
+            if exited:
+                raise DistBackendError(exited) from None
 
 
 def _watched(place: Place, prefix: str) -> Any:

@@ -12,9 +12,14 @@ std::vector<std::string> StoreRounds::exchange(const std::string& text) {
   store_->set(key(rank_, round_), std::vector<uint8_t>(text.begin(), text.end()));
   std::vector<std::string> keys;
   for (int32_t rank = 0; rank < size_; ++rank) keys.push_back(key(rank, round_));
+  std::string known;
   try {
-    wait_for_keys(*store_, keys, timeout_, [&] { check_ranks(keys); });
+    wait_for_keys(*store_, keys, timeout_, [&] {
+      known = who_cannot_come(keys);
+      TORCH_CHECK_WITH(DistBackendError, known.empty(), known);
+    });
   } catch (const std::exception& error) {
+    if (!known.empty()) throw;
     const auto* torch_error = dynamic_cast<const c10::Error*>(&error);
     TORCH_CHECK_WITH(DistBackendError, false, "rank ", missing_ranks(), " did not come within ", timeout_.count(),
                      " ms (", torch_error != nullptr ? torch_error->what_without_backtrace() : error.what(), ")");
@@ -28,14 +33,15 @@ std::vector<std::string> StoreRounds::exchange(const std::string& text) {
   return texts;
 }
 
-void StoreRounds::check_ranks(const std::vector<std::string>& keys) {
+std::string StoreRounds::who_cannot_come(const std::vector<std::string>& keys) {
   const std::string failure = reports_.first_heard();
-  TORCH_CHECK_WITH(DistBackendError, failure.empty() || store_->check(keys), failure);
+  if (!failure.empty() && !store_->check(keys)) return failure;
   for (int32_t rank = 0; rank < size_; ++rank) {
     // Asked in this order: what a process said before it ended counts.
     if (!reports_.processes()->has_exited(rank) || store_->check({keys[rank]})) continue;
-    TORCH_CHECK_WITH(DistBackendError, false, "the process of rank ", rank, " has exited");
+    return "the process of rank " + std::to_string(rank) + " has exited";
   }
+  return {};
 }
 
 void StoreRounds::forget() {

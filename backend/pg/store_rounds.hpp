@@ -39,7 +39,7 @@ class StoreRounds {
   static std::string first_failure(const std::vector<std::string>& texts);
 
  private:
-  void check_ranks(const std::vector<std::string>& keys);
+  std::string who_cannot_come(const std::vector<std::string>& keys);
   std::string key(int32_t rank, int round) const { return std::to_string(round) + "/" + std::to_string(rank); }
   std::string missing_ranks() const;
 

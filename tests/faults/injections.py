@@ -60,7 +60,9 @@ class Injection:
 
     @property
     def timed(self) -> bool:
-        return self.stage == "within" or (self.stage == "forwarded" and self.action in ("kill", "stop", "exit"))
+        if self.action == "throw":
+            return False
+        return self.stage in ("creating", "within") or (self.stage == "forwarded" and self.action in ACTIONS)
 
     @property
     def forwarded(self) -> bool:
@@ -108,6 +110,9 @@ def choose(number: int, seed: int, device: str = "cpu") -> Injection:
     in_call = in_tile or stage in ("begun", "ended", "before", "call", "forwarded", "within")
     last = CALLS - (1 if action == "skip" else 0)  # a skipped call shows at the next one
     tiles = 2 if fabric == "wire" else 4
+    victim = chance.randrange(size)
+    # A store whose process is stopped answers nobody, and torch's clients wait for it without a limit.
+    stores = ("launcher", "launcher", "file", "launcher" if action == "stop" and victim == 0 else "rank 0")
     return Injection(
         number=number,
         seed=seed,
@@ -116,11 +121,11 @@ def choose(number: int, seed: int, device: str = "cpu") -> Injection:
         fabric=fabric,
         diagnostics=diagnostics,
         size=size,
-        victim=chance.randrange(size),
+        victim=victim,
         call=CALLS - 1 if action == "skip the last" else chance.randrange(last) * in_call,
         tile=chance.randrange(tiles) * in_tile if fabric == "peer" or size == 2 else 0,
         after=chance.uniform(0.0, 0.06 if stage == "creating" else 0.03),
-        store=chance.choice(("launcher", "launcher", "file", "rank 0")),
+        store=chance.choice(stores),
         residual=chance.choice(("local", "group")),
         dtype=chance.choice(("bfloat16", "float16")),
         device=device,

@@ -61,6 +61,12 @@ class Pool:
             ]
         return self.entries[kind]
 
+    def held_bytes(self) -> int:
+        """Of host memory: the pool grows with the combinations that have come up."""
+        kept = [x for entries in self.entries.values() for entry in entries for x in entry]
+        kept += [x for pairs in self.made.values() for pair in pairs for x in pair if not x.is_cuda]
+        return sum(x.untyped_storage().nbytes() for x in kept)
+
     def checks(self, kind: Kind, ranks: tuple[int, ...], options: Any, key: str) -> list[tuple[Tensor, Tensor]]:
         """Per entry the exact sum and the limit of every element, on the device."""
         if (kind, ranks, key) not in self.made:
@@ -199,13 +205,13 @@ def in_threads(bodies: list[Any]) -> None:
         raise failures[0]
 
 
-def footprint(device: str) -> dict[str, int]:
-    """What this process holds, after it has given back what it can."""
+def footprint(device: str, pool: Pool) -> dict[str, int]:
+    """What this process holds beside the pool, after it has given back what it can."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     status = Path("/proc/self/status").read_text().split()
     held = {
-        "rss": int(status[status.index("VmRSS:") + 1]) << 10,
+        "rss": (int(status[status.index("VmRSS:") + 1]) << 10) - pool.held_bytes(),
         "files": len(os.listdir("/proc/self/fd")),
         "shared": sum("/dev/shm" in line for line in Path("/proc/self/maps").read_text().splitlines()),
         "threads": int(status[status.index("Threads:") + 1]),
@@ -217,11 +223,11 @@ def footprint(device: str) -> dict[str, int]:
     return held
 
 
-def settled_footprint(device: str, before: dict[str, int] | None) -> dict[str, int]:
+def settled_footprint(device: str, pool: Pool, before: dict[str, int] | None) -> dict[str, int]:
     """Threads that nobody waits for close the last files within a moment."""
     deadline = time.monotonic() + 5
     while True:
-        now = footprint(device)
+        now = footprint(device, pool)
         same = before is None or all(now[name] <= before[name] for name in ("files", "shared", "threads"))
         if same or time.monotonic() > deadline:
             return now
@@ -250,7 +256,7 @@ def run_slice(rank: int, size: int, seed: int, calls: int, seconds: float, devic
         if recorded:
             replayed += recorded.replay(20)
         made, mirrored, epochs, groups = made + new, mirrored + compared, epochs + 1, groups + len(epoch.uses)
-        history.append((made, settled_footprint(device, history[0][1] if history else None)))
+        history.append((made, settled_footprint(device, pool, history[0][1] if history else None)))
     return {
         "calls": made,
         "mirrored": mirrored,
