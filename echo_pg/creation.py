@@ -231,7 +231,8 @@ def _make_gloo(place: Place, role: str, device_type: str) -> Any:
         return None
 
     def connect() -> Any:
-        return dist.ProcessGroupGloo(_watched(place, f"{role}/{device_type}"), place.rank, place.size, timeout=place.timeout)
+        store = _watched(place, f"{role}/{device_type}")
+        return dist.ProcessGroupGloo(store, place.rank, place.size, timeout=place.timeout)
 
     try:
         gloo = connect() if place.processes is None or place.size == 1 else _while_all_live(connect, place.processes)
