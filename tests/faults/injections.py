@@ -109,7 +109,7 @@ def choose(number: int, seed: int, device: str = "cpu") -> Injection:
     in_tile = stage in ("pushed", "reduced", "gather seen", "updated")
     in_call = in_tile or stage in ("begun", "ended", "before", "call", "forwarded", "within")
     last = CALLS - (1 if action == "skip" else 0)  # a skipped call shows at the next one
-    tiles = 2 if fabric == "wire" else 4
+    tiles = 2 if fabric == "wire" or size > 3 else 4
     victim = chance.randrange(size)
     # A store whose process is stopped answers nobody, and torch's clients wait for it without a limit.
     stores = ("launcher", "launcher", "file", "launcher" if action == "stop" and victim == 0 else "rank 0")

@@ -149,6 +149,10 @@ def error_of(tensor: torch.Tensor, group: Any, exact: bool) -> str:
     return ""
 
 
+def is_right(tensor: torch.Tensor, expected: torch.Tensor) -> bool:
+    return torch.equal(tensor.cpu().view(-1).view(torch.int16), expected.view(torch.int16))
+
+
 def make_calls(rank: int, it: Injection, groups: list[Any], expected: list[torch.Tensor], outcome: Outcome) -> None:
     """Until the first error. One call more than the fault needs: some faults show only in the next one."""
     import echo_pg
@@ -178,12 +182,12 @@ def make_calls(rank: int, it: Injection, groups: list[Any], expected: list[torch
                 break
         outcome.seconds = time.monotonic() - start
         if outcome.text:
-            whole = tensor.isnan().all() or torch.equal(tensor, before) or exact
-            if not whole:
-                outcome.problems.append("a tensor that is neither NaN nor as it was")
+            right = call < CALLS and tensor.numel() == expected[call].numel() and is_right(tensor, expected[call])
+            if not (tensor.isnan().all() or torch.equal(tensor, before) or right or exact):
+                outcome.problems.append("a tensor that is neither NaN nor as it was nor right")
             return
         if call < CALLS and it.action != "order":
-            if torch.equal(tensor.cpu().view(-1).view(torch.int16), expected[call].view(torch.int16)):
+            if is_right(tensor, expected[call]):
                 outcome.right += 1
             else:
                 outcome.problems.append(f"a wrong result of call {call}")
