@@ -20,6 +20,7 @@
 #include "../cpu/shared_memory.h"
 #include "../cuda/peer_allreduce.h"
 #include "../cuda/peer_memory.h"
+#include "fault_reports.hpp"
 #include "notice_board.hpp"
 
 namespace echo::pg {
