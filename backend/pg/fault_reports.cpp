@@ -4,6 +4,7 @@
 #include <condition_variable>
 #include <map>
 #include <mutex>
+#include <system_error>
 #include <thread>
 #include <vector>
 
@@ -80,13 +81,16 @@ struct Heard {
   bool complete = false;
 };
 
+void say(const Member& member, const std::string& text) {
+  write(member, own_key(member.rank), text);
+  if (member.store->check({kFirstKey})) return;
+  write(member, kFirstKey, "rank " + std::to_string(member.rank) + " reports: " + text);
+}
+
 // Talks to the store, which may not answer for ever: on a thread that nobody waits for longer than kPatience.
 void converse(const std::shared_ptr<Member>& member, const std::string& mine, const std::shared_ptr<Heard>& heard) {
   try {
-    write(*member, own_key(member->rank), mine);
-    if (!member->store->check({kFirstKey})) {
-      write(*member, kFirstKey, "rank " + std::to_string(member->rank) + " reports: " + mine);
-    }
+    say(*member, mine);
     tell_other_groups(member, mine);
     const auto deadline = Clock::now() + FaultReports::kPatience;
     std::vector<int32_t> missing;
@@ -166,7 +170,16 @@ std::string FaultReports::exchange(const std::string& mine) const {
     return exited.empty() ? exited : "; " + exited;
   }
   const auto heard = std::make_shared<Heard>();
-  std::thread([member = member_, mine, heard] { converse(member, mine, heard); }).detach();
+  try {
+    std::thread([member = member_, mine, heard] { converse(member, mine, heard); }).detach();
+  } catch (const std::system_error&) {
+    // Out of memory or threads, which may be the failure itself: the others hear of it, this rank of nobody.
+    try {
+      say(*member_, mine);
+    } catch (const std::exception&) {
+    }
+    return {};
+  }
   std::unique_lock lock(heard->mutex);
   heard->changed.wait_for(lock, kPatience + kPause, [&] { return heard->complete; });
   const std::map<int32_t, std::string> texts = heard->texts;
