@@ -47,6 +47,12 @@ RULES = [
         r"(ptx\.cuh|float_environment\.h|peer_wait\.cpp)$",
     ),
     Rule("C++ reads no environment variable", r"^backend/", r"\bgetenv\b"),
+    Rule("C++ loads no library and runs no program", r"^backend/", r"\b(dlopen|popen|system|execl\w*|execv\w*)\s*\("),
+    Rule(
+        "nothing is unpickled or evaluated",
+        r"^echo_pg/(?!bench/)",
+        r"\b(pickle|marshal|shelve)\b|(?<![\w.])(eval|exec)\(",
+    ),
     Rule(
         "options.py alone reads the environment",
         r"^echo_pg/",

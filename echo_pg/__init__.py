@@ -14,7 +14,7 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from .options import Options
-    from .report import Explanation, all_reduce, exact, explain, new_pass, stats
+    from .report import Explanation, all_reduce, exact, explain, load_state_dict, new_pass, state_dict, stats
 
 _HOMES = {
     "Options": "options",
@@ -22,11 +22,24 @@ _HOMES = {
     "all_reduce": "report",
     "exact": "report",
     "explain": "report",
+    "load_state_dict": "report",
     "new_pass": "report",
+    "state_dict": "report",
     "stats": "report",
 }
 
-__all__ = ["Explanation", "Options", "__version__", "all_reduce", "exact", "explain", "new_pass", "stats"]
+__all__ = [
+    "Explanation",
+    "Options",
+    "__version__",
+    "all_reduce",
+    "exact",
+    "explain",
+    "load_state_dict",
+    "new_pass",
+    "state_dict",
+    "stats",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -17,6 +17,7 @@ from typing import Any
 
 # How long rank 0, whose process may host the store, stays after a failed check so that the others can read why.
 _FAREWELL = timedelta(seconds=5)
+_MOST_FAILURE_CHARS = 10_000
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.001, 0.02  # seconds between two questions to the store
 _FIRST_LOOK, _LONGEST_PERIOD = 0.2, 1.0  # seconds until the first look at the processes, and at most between two
@@ -74,7 +75,7 @@ class Agreement:
         self._write({"fingerprint": json.loads(fingerprint), "introduction": introduction})
         if self.rank != 0:
             self._await(["verdict"], timeout)
-            problem, introductions = json.loads(self.store.get("verdict"))
+            problem, introductions = _read_verdict(self.store.get("verdict"), self.size)
             self.store.set(f"seen/{self.rank}", "")
         else:
             self._await([f"rank/{peer}" for peer in range(1, self.size)], timeout)
@@ -98,7 +99,7 @@ class Agreement:
     def _compare(self, mine: dict[str, Any], records: list[dict[str, Any]]) -> str | None:
         for peer, record in enumerate(records, start=1):
             if failure := record.get("failure"):
-                return str(failure)
+                return failure
             if (theirs := record["fingerprint"]) != mine:
                 return describe_difference(mine, theirs, peer)
         return None
@@ -106,7 +107,7 @@ class Agreement:
     def _records(self) -> list[dict[str, Any]]:
         keys = [f"rank/{peer}" for peer in range(1, self.size)]
         texts = self.store.multi_get(keys) if self.store.has_extended_api() else [self.store.get(key) for key in keys]
-        return [json.loads(text) for text in texts]
+        return [_read_record(text, peer) for peer, text in enumerate(texts, start=1)]
 
     def _await(self, keys: list[str], timeout: timedelta) -> None:
         from torch.distributed import DistBackendError
@@ -142,7 +143,7 @@ class Agreement:
             key = f"rank/{peer}"
             introduction = self.processes.known.get(peer, "")
             if not introduction and self.store.check([key]):
-                introduction = json.loads(self.store.get(key)).get("introduction", "")
+                introduction = _read_record(self.store.get(key), peer).get("introduction", "")
             # Asked in this order: what a process said before it ended counts.
             exited = peer != self.rank and introduction and self.processes.has_exited(introduction)
             if exited and not self.store.check(keys):
@@ -157,6 +158,35 @@ class Agreement:
             return f"All {self.size} ranks came, but rank 0 gave no verdict"
         shown = ", ".join(map(str, missing[:16])) + (", ..." if len(missing) > 16 else "")
         return f"{len(missing)} of {self.size} ranks did not come (rank {shown})"
+
+
+def _read_record(text: str | bytes, peer: int) -> dict[str, Any]:
+    """What a rank wrote: its "fingerprint" and its "introduction", or a "failure". What is no record counts as a
+    failure: whoever can write to the store can stop a group from being made, and nothing more."""
+    try:
+        record = json.loads(text)
+        failure, introduction = record.get("failure", ""), record.get("introduction", "")
+        if isinstance(failure, str) and isinstance(introduction, str):
+            if failure:
+                return {"failure": failure[:_MOST_FAILURE_CHARS]}
+            if isinstance(record["fingerprint"], dict):
+                return {"fingerprint": record["fingerprint"], "introduction": introduction}
+    except (ValueError, RecursionError, KeyError, AttributeError):
+        pass
+    return {"failure": f"rank {peer}: what it wrote into the store is no record of a rank"}
+
+
+def _read_verdict(text: str | bytes, size: int) -> tuple[str | None, list[str]]:
+    """The problem, or None and the introductions of all ranks."""
+    try:
+        problem, introductions = json.loads(text)
+        if problem and isinstance(problem, str):
+            return problem, []
+        if problem is None and len(introductions) == size and all(isinstance(each, str) for each in introductions):
+            return None, list(introductions)
+    except (ValueError, TypeError, RecursionError):
+        pass
+    return "What stands in the store is no verdict of rank 0", []
 
 
 def describe_difference(mine: dict[str, Any], theirs: dict[str, Any], peer: int) -> str:

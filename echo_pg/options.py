@@ -23,6 +23,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 _PLAIN_VARIABLES = ("OFF", "REPLACE", "LOG", "CUDA", "SANITIZE")
 _UNITS = {"": 1, "k": 1 << 10, "kib": 1 << 10, "m": 1 << 20, "mib": 1 << 20, "g": 1 << 30, "gib": 1 << 30}
 _TRUE, _FALSE = ("1", "true", "on", "yes"), ("0", "false", "off", "no", "")
+_COUNT_LIMIT = 1 << 62  # of what the extension counts in 64 bits
 _already_warned: set[str] = set()
 
 
@@ -200,7 +201,7 @@ class Options:
             self._require(name, _is_float32(value) and 0 <= value < 1, "in [0, 1)")
         self._require_one_of("state_dtype", "auto", "tensor", "float32", "int8")
         early = self.early_sites
-        whole = _is_int(early) and early >= 0
+        whole = _is_int(early) and 0 <= early < _COUNT_LIMIT
         fraction = isinstance(early, float) and 0 < early < 1
         self._require("early_sites", whole or fraction, "a count of at least 0, or a fraction in (0, 1)")
         self._require("early_bits", self.early_bits in (4, 8) and _is_int(self.early_bits), "4 or 8")
@@ -209,7 +210,11 @@ class Options:
 
     def _check_policy_and_transport(self) -> None:
         self._require_one_of("policy", "auto", "all", "off")
-        self._require("min_bytes", _is_int(self.min_bytes) and self.min_bytes >= 0, "a number of bytes of at least 0")
+        self._require(
+            "min_bytes",
+            _is_int(self.min_bytes) and 0 <= self.min_bytes < _COUNT_LIMIT,
+            "a number of bytes of at least 0",
+        )
         given = self.dtypes if isinstance(self.dtypes, (tuple, list, set, frozenset)) else (self.dtypes,)
         names = tuple(str(dtype).removeprefix("torch.") for dtype in given)
         self._require("dtypes", set(names) <= set(DTYPES), f"among {', '.join(DTYPES)}")
@@ -244,6 +249,7 @@ class Options:
     def _require_regex(self, name: str) -> None:
         pattern = getattr(self, name)
         self._require(name, isinstance(pattern, str), "a regular expression as text ('' for none)")
+        self._require(name, _is_unicode(pattern), "text that can be encoded")
         try:
             re.compile(pattern)
         except re.error as error:
@@ -282,6 +288,15 @@ class Options:
         values = dataclasses.asdict(dataclasses.replace(self, inner_options=None))
         del values["inner_options"]
         return json.dumps(build.identity() | values | found)
+
+
+def _is_unicode(text: str) -> bool:
+    """False where an environment variable was no UTF-8, whose bytes Python keeps as lone surrogates."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _is_int(value: Any) -> bool:

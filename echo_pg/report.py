@@ -3,7 +3,7 @@ otherwise."""
 
 import contextlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -105,6 +105,37 @@ def new_pass(direction: str, group: Any = None) -> None:
         build.extension().new_pass(direction)
     else:
         _echo_of(group)._new_pass(direction)
+
+
+def state_dict(group: Any = None) -> dict[str, int | None]:
+    """What the group holds from one pass to the next, to be saved with a training state; call it between passes.
+
+    That is one number, {"version": 1, "forward_sites": sites of the last forward pass or None}, which `early_sites` as
+    a fraction refers to; with other options it changes nothing. Feedback states start anew with every pass, so nothing
+    else has to be saved for a resumed run to give the same bytes.
+
+    Args:
+        group: an echo group; None: the default group. Equal on all of its ranks.
+
+    Raises ValueError for a group that is no echo group.
+    """
+    return {"version": 1, "forward_sites": _echo_of(group)._last_forward_sites()}
+
+
+def load_state_dict(state: Mapping[str, Any], group: Any = None) -> None:
+    """Take up what `state_dict` gave, before the group's first quantized call; the same state on all ranks.
+
+    Raises ValueError for anything that is no such state, for a group that is no echo group, and once the group has
+    quantized.
+    """
+    if not isinstance(state, Mapping) or set(state) != {"version", "forward_sites"} or state["version"] != 1:
+        raise ValueError(f"{state!r} is no state of an echo group, {{'version': 1, 'forward_sites': ...}}")
+    sites = state["forward_sites"]
+    if sites is not None and (not isinstance(sites, int) or isinstance(sites, bool) or not 0 <= sites < 1 << 62):
+        raise ValueError(f"forward_sites={sites!r} must be None or a count of at least 0")
+    pg = _echo_of(group)
+    if sites is not None:
+        pg._resume_after(sites)
 
 
 @contextlib.contextmanager

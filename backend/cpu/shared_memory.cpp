@@ -11,6 +11,7 @@
 #include <array>
 #include <cerrno>
 #include <climits>
+#include <cstring>
 #include <fstream>
 #include <sstream>
 #include <system_error>
@@ -29,6 +30,7 @@ std::byte* map(int fd, int64_t bytes) {
   void* address = mmap(nullptr, static_cast<size_t>(bytes), PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
   const int error = errno;
   if (address == MAP_FAILED) fail(error, "mmap of " + std::to_string(bytes) + " bytes of shared memory");
+  madvise(address, static_cast<size_t>(bytes), MADV_DONTFORK);
   return static_cast<std::byte*>(address);
 }
 
@@ -37,6 +39,40 @@ std::string link_target(const char* path) {
   const ssize_t length = readlink(path, target.data(), target.size());
   return length < 0 ? std::string("unknown") : std::string(target.data(), static_cast<size_t>(length));
 }
+
+class Descriptor {
+ public:
+  explicit Descriptor(int fd) : fd_(fd) {}
+  ~Descriptor() {
+    if (fd_ >= 0) close(fd_);
+  }
+  Descriptor(const Descriptor&) = delete;
+  Descriptor& operator=(const Descriptor&) = delete;
+  int get() const { return fd_; }
+
+ private:
+  const int fd_;
+};
+
+std::string path_of(const MemoryHandle& handle) {
+  return "/proc/" + std::to_string(handle.pid) + "/fd/" + std::to_string(handle.fd);
+}
+
+// Only what create() makes: an unnamed file of this user in the shared-memory file system, of the right size.
+void check_file(int fd, int64_t bytes) {
+  struct stat file{};
+  struct stat shm{};
+  if (fstat(fd, &file) != 0 || stat(kFileSystem, &shm) != 0) fail(errno, "looking at a peer's shared memory");
+  if (!S_ISREG(file.st_mode) || file.st_dev != shm.st_dev || file.st_nlink != 0) {
+    fail(EINVAL, std::string("what a peer offers is no unnamed file in ") + kFileSystem);
+  }
+  if (file.st_uid != geteuid()) fail(EPERM, "what a peer offers belongs to another user");
+  if (file.st_size != bytes) {
+    fail(EINVAL, "a peer's shared memory has " + std::to_string(file.st_size) + " bytes, not " + std::to_string(bytes));
+  }
+}
+
+int64_t file_bytes(const Seal& seal) { return seal.bytes + static_cast<int64_t>(sizeof(Seal)); }
 
 }  // namespace
 
@@ -54,7 +90,8 @@ SharedMemory::~SharedMemory() {
   if (data_ != nullptr) munmap(data_, static_cast<size_t>(bytes_));
 }
 
-SharedMemory SharedMemory::create(int64_t bytes) {
+SharedMemory SharedMemory::create(const Seal& seal) {
+  const int64_t bytes = file_bytes(seal);
   SharedMemory memory;
   memory.handle_ = ::open(kFileSystem, O_TMPFILE | O_RDWR | O_CLOEXEC, 0600);
   if (memory.handle_ < 0) fail(errno, std::string("an unnamed file in ") + kFileSystem);
@@ -63,25 +100,30 @@ SharedMemory SharedMemory::create(int64_t bytes) {
   if (error != 0) fail(error, "reserving " + std::to_string(bytes) + " bytes in " + kFileSystem);
   memory.data_ = map(memory.handle_, bytes);
   memory.bytes_ = bytes;
+  std::memcpy(memory.data_ + seal.bytes, &seal, sizeof(seal));
   return memory;
 }
 
-SharedMemory SharedMemory::open(const std::string& path, int64_t bytes) {
+// First as a mere place, which neither reads nor writes nor wakes whatever it may be; opened once it has passed.
+SharedMemory SharedMemory::open(const MemoryHandle& handle, const Seal& expected) {
+  const int64_t bytes = file_bytes(expected);
+  const Descriptor place(::open(path_of(handle).c_str(), O_PATH | O_CLOEXEC));
+  if (place.get() < 0) fail(errno, "opening a peer's shared memory");
+  check_file(place.get(), bytes);
   SharedMemory memory;
-  memory.handle_ = ::open(path.c_str(), O_RDWR | O_CLOEXEC);
+  memory.handle_ = ::open(path_of({getpid(), place.get()}).c_str(), O_RDWR | O_CLOEXEC);
   if (memory.handle_ < 0) fail(errno, "opening a peer's shared memory");
-  struct stat facts{};
-  if (fstat(memory.handle_, &facts) != 0 || facts.st_size != bytes)
-    fail(EINVAL, "a peer's shared memory has another size");
   memory.data_ = map(memory.handle_, bytes);
   memory.bytes_ = bytes;
+  Seal found;
+  std::memcpy(&found, memory.data_ + expected.bytes, sizeof(found));
+  const std::string wrong = describe_seal_mismatch(found, expected);
+  if (!wrong.empty()) fail(EINVAL, "a peer's shared memory is refused: " + wrong);
   memory.close_handle();
   return memory;
 }
 
-std::string SharedMemory::path() const {
-  return "/proc/" + std::to_string(getpid()) + "/fd/" + std::to_string(handle_);
-}
+MemoryHandle SharedMemory::handle() const { return {getpid(), handle_}; }
 
 void SharedMemory::close_handle() noexcept {
   if (handle_ >= 0) close(handle_);

@@ -55,6 +55,7 @@ WireGroups::Make wire_maker(py::function make) {
     try {
       return held->get()(device_type).cast<BackendPtr>();
     } catch (py::error_already_set& error) {
+      if (!error.matches(PyExc_Exception)) throw;  // KeyboardInterrupt
       const std::string text = error.what();
       error.restore();
       PyErr_Clear();
@@ -245,6 +246,8 @@ void bind_group(py::module_& m) {
           "_new_pass",
           [](ProcessGroupEcho& group, const std::string& direction) { group.new_pass(parse_direction(direction)); },
           no_gil)
+      .def("_last_forward_sites", &ProcessGroupEcho::last_forward_sites)
+      .def("_resume_after", &ProcessGroupEcho::resume_after, py::arg("forward_sites"))
       .def("_set_look_ahead", &ProcessGroupEcho::set_look_ahead, py::arg("tiles"))
       .def("_stats", &stats_dict)
       .def("_options", &ProcessGroupEcho::getBackendOptions)

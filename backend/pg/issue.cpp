@@ -3,12 +3,14 @@
 #include <ATen/ATen.h>
 #include <ATen/ThreadLocalState.h>
 #include <ATen/record_function.h>
+#include <pybind11/pybind11.h>
 
 #include <algorithm>
 
 #include "../core/tile.h"
 #include "gil.hpp"
 #include "process_group_echo.hpp"
+#include "signals.hpp"
 #include "store_rounds.hpp"
 
 namespace echo::pg {
@@ -68,6 +70,11 @@ WorkPtr ProcessGroupEcho::issue(const at::Tensor& tensor, const CallOptions& opt
   QuantizedCall call;
   try {
     call = prepare(tensor, options, origin, lane);
+  } catch (const pybind11::error_already_set&) {  // of a signal handler
+    lanes_->free(lane);
+    core_->aborting = true;  // the peers are told, but not asked
+    fail_call(*core_, what, "preparing the call", "interrupted by a signal on this rank");
+    throw;
   } catch (const std::exception& error) {
     lanes_->free(lane);
     // Nothing was recorded: the call is refused, on all ranks alike, and the group goes on.
@@ -183,7 +190,7 @@ void ProcessGroupEcho::take_vote(c10::Device device, milliseconds timeout) {
   }
 }
 
-WorkPtr ProcessGroupEcho::run_on_worker(QuantizedCall call, std::unique_lock<std::mutex>& issue_lock) {
+WorkPtr ProcessGroupEcho::run_on_worker(QuantizedCall call, std::unique_lock<std::recursive_mutex>& issue_lock) {
   auto completion = std::make_shared<Completion>(call.tensor);
   WorkDetails details;
   details.what = call.what;
@@ -216,11 +223,20 @@ WorkPtr ProcessGroupEcho::run_on_worker(QuantizedCall call, std::unique_lock<std
   return work;
 }
 
-// While a caller waits: says so once it takes long, and gives up when the call hangs where no time limit reaches it.
+// While a caller waits: says so once it takes long, and gives up when the call hangs where no time limit reaches it, or
+// when a signal handler raises. The group ends then, since its peers must not wait for a rank that has left the call.
 std::function<void(milliseconds)> ProcessGroupEcho::watch(const QuantizedCall& call) {
   const milliseconds limit = call.wire.timeout * kStuckFactor + kSayWaitingAfter;
-  return [core = core_, worker = std::weak_ptr(worker_), what = call.what, limit,
+  return [home = home_, core = core_, worker = std::weak_ptr(worker_), what = call.what, limit,
           said = std::make_shared<std::atomic<bool>>(false)](milliseconds waited) {
+    check_at_home(home);
+    try {
+      run_signal_handlers();
+    } catch (...) {
+      core->aborting = true;  // the peers are told, but not asked
+      fail_call(*core, what, "waiting", "interrupted by a signal on this rank");
+      throw;
+    }
     if (waited >= kSayWaitingAfter && !said->exchange(true)) {
       emit_notice(c10::str(what.text(), " has waited ", waited.count() / 1000, " s for the other ranks"), "warning");
     }

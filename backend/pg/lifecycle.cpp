@@ -15,7 +15,14 @@ constexpr std::chrono::seconds kAbortPatience{1};
 
 }  // namespace
 
+void check_at_home(pid_t home) {
+  TORCH_CHECK_WITH(DistBackendError, getpid() == home, "this process was forked from process ", home,
+                   ", which made the process group; groups do not survive a fork. Start ranks with the spawn or "
+                   "forkserver method, or make groups after the fork");
+}
+
 void ProcessGroupEcho::check_alive() const {
+  check_at_home(home_);
   core_->look_at_devices();
   core_->fault.raise_if_set();
   TORCH_CHECK_WITH(DistBackendError, !closed_.load(), "group '", description(), "' has been destroyed");
@@ -129,6 +136,7 @@ void ProcessGroupEcho::setTimeout(std::chrono::milliseconds timeout) {
 }
 
 c10d::ErrorType ProcessGroupEcho::getError() {
+  check_at_home(home_);
   core_->look_at_devices();
   if (core_->fault.is_set()) return c10d::ErrorType::COMM_ERROR;
   for (const auto& [type, backend] : inner_) {
@@ -144,7 +152,7 @@ void ProcessGroupEcho::abort() { close(true); }
 
 void ProcessGroupEcho::close(bool aborting) {
   const GilRelease no_gil;
-  if (closed_.exchange(true)) return;
+  if (closed_.exchange(true) || !is_at_home()) return;
   core_->aborting = core_->aborting || aborting;
   if (core_->observer && core_->peer_fabric == nullptr) core_->observer({.step = Step::kClosing});
   core_->look_at_devices();

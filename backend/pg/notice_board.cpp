@@ -4,12 +4,18 @@
 
 namespace echo::pg {
 
-NoticeBoard::NoticeBoard(int32_t rank) : rank_(rank) { pages_.push_back(cpu::SharedMemory::create(sizeof(Page))); }
+NoticeBoard::NoticeBoard(int32_t rank, int32_t size, uint64_t group) : rank_(rank), size_(size), group_(group) {
+  pages_.push_back(cpu::SharedMemory::create(seal_of(rank)));
+}
 
-void NoticeBoard::open(const std::vector<std::string>& paths) {
-  by_rank_.resize(paths.size());
-  for (int32_t rank = 0; rank < static_cast<int32_t>(paths.size()); ++rank) {
-    if (rank != rank_) pages_.push_back(cpu::SharedMemory::open(paths[rank], sizeof(Page)));
+cpu::Seal NoticeBoard::seal_of(int32_t rank) const {
+  return {.kind = cpu::MemoryKind::kNotices, .group = group_, .bytes = sizeof(Page), .rank = rank, .world_size = size_};
+}
+
+void NoticeBoard::open(const std::vector<cpu::MemoryHandle>& handles) {
+  by_rank_.resize(handles.size());
+  for (int32_t rank = 0; rank < static_cast<int32_t>(handles.size()); ++rank) {
+    if (rank != rank_) pages_.push_back(cpu::SharedMemory::open(handles[rank], seal_of(rank)));
     by_rank_[rank] = reinterpret_cast<Page*>((rank == rank_ ? pages_.front() : pages_.back()).data());
   }
 }

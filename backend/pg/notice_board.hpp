@@ -21,12 +21,12 @@ class NoticeBoard {
 
   NoticeBoard() = default;
 
-  // A page for this rank. Throws std::system_error.
-  explicit NoticeBoard(int32_t rank);
+  // A page for this rank of the group numbered `group`. Throws std::system_error.
+  NoticeBoard(int32_t rank, int32_t size, uint64_t group);
 
-  std::string path() const { return pages_.front().path(); }
-  // Maps the pages of the peers, `paths` by rank. Throws std::system_error.
-  void open(const std::vector<std::string>& paths);
+  cpu::MemoryHandle handle() const { return pages_.front().handle(); }
+  // Maps the pages of the peers, `handles` by rank. Throws std::system_error.
+  void open(const std::vector<cpu::MemoryHandle>& handles);
   // Called when every rank has opened it.
   void close_handle() noexcept {
     if (!pages_.empty()) pages_.front().close_handle();
@@ -52,9 +52,13 @@ class NoticeBoard {
     char text[kTextBytes];  // ends with a zero
   };
 
+  cpu::Seal seal_of(int32_t rank) const;
+
   std::vector<cpu::SharedMemory> pages_;  // own first
   std::vector<Page*> by_rank_;
   int32_t rank_ = 0;
+  int32_t size_ = 0;
+  uint64_t group_ = 0;
 };
 
 }  // namespace echo::pg

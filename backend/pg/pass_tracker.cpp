@@ -76,6 +76,11 @@ void PassTracker::start_pass(Direction direction, bool no_grad) {
   record.no_grad = no_grad;
 }
 
+std::optional<int64_t> PassTracker::completed_forward_sites() const {
+  const Record& forward = records_[static_cast<int>(Direction::kForward)];
+  return forward.passes > 0 ? std::optional(forward.sites) : forward_sites_;
+}
+
 int64_t PassTracker::book_exact(const CallOrigin& origin) {
   if (origin.pass_mark != 0 && origin.pass_mark != exact_mark_) {
     exact_mark_ = origin.pass_mark;

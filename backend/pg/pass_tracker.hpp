@@ -38,6 +38,10 @@ class PassTracker {
 
   // Sites of the last completed forward pass, once there was one.
   std::optional<int64_t> forward_sites() const { return forward_sites_; }
+  // What forward_sites() will be for the next forward pass.
+  std::optional<int64_t> completed_forward_sites() const;
+  // Before the first call: as if a forward pass with so many sites had gone before.
+  void resume_after(int64_t forward_sites) { forward_sites_ = forward_sites; }
 
   int64_t passes(Direction direction) const { return records_[static_cast<int>(direction)].passes; }
   int64_t sites(Direction direction) const { return records_[static_cast<int>(direction)].sites; }

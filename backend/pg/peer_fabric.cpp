@@ -13,15 +13,27 @@
 namespace echo::pg {
 namespace {
 
+// What rank `seal.rank`, whose process is `pid`, offers. Throws std::system_error for anything but its sealed memory.
+cpu::SharedMemory open_offer(const std::string& offer, pid_t pid, const cpu::Seal& seal) {
+  const std::optional<cpu::MemoryHandle> handle = cpu::read_handle(offer);
+  if (!handle || handle->pid != pid) {
+    throw std::system_error(EINVAL, std::generic_category(),
+                            "what rank " + std::to_string(seal.rank) + " offers is no handle of its process");
+  }
+  return cpu::SharedMemory::open(*handle, seal);
+}
+
 // Slabs with slots as large as tuned, or half of that and so on where the host has no room for all of them; empty on
 // all ranks if not even the smallest fit. No rank tries a size while another still holds a larger slab.
-std::optional<cpu::SharedMemory> create_slabs(SlabShape& shape, int64_t workspace_bytes, StoreRounds& rounds) {
+std::optional<cpu::SharedMemory> create_slabs(SlabShape& shape, cpu::Seal& seal, int64_t workspace_bytes,
+                                              StoreRounds& rounds) {
   shape.slot_bytes = slot_bytes_for(workspace_bytes, shape.world_size, shape.lanes, kPeerSlotBytes);
   for (; shape.slot_bytes > 0; shape.slot_bytes = smaller_slot_bytes(shape)) {
     std::optional<cpu::SharedMemory> slab;
     std::string failure;
     try {
-      slab = cpu::SharedMemory::create(echo::slab_bytes(shape));
+      seal.bytes = echo::slab_bytes(shape);
+      slab = cpu::SharedMemory::create(seal);
     } catch (const std::system_error& error) {
       failure = error.what();
     }
@@ -117,17 +129,20 @@ PeerFabric::Vote PeerFabric::make(const Setup& setup) {
   const int32_t cores = processes.cores_per_rank();
   fabric->spins_ = cores > 0 ? cpu::kSpins : 0;
   SlabShape shape{.world_size = setup.size, .lanes = std::clamp(cores, 1, kPeerMaxLanes), .slot_bytes = 0};
-  std::optional<cpu::SharedMemory> slab = create_slabs(shape, setup.workspace_bytes, rounds);
+  cpu::Seal seal{
+      .kind = cpu::MemoryKind::kSlab, .group = processes.number(), .rank = setup.rank, .world_size = setup.size};
+  std::optional<cpu::SharedMemory> slab = create_slabs(shape, seal, setup.workspace_bytes, rounds);
   if (!slab) return {nullptr, "/dev/shm has too little room; containers get more with --ipc=host or --shm-size=1g"};
   observe(Step::kCreated);
 
-  const std::vector<std::string> paths = rounds.exchange(slab->path());
+  const std::vector<std::string> offers = rounds.exchange(cpu::write_handle(slab->handle()));
   std::vector<std::byte*> bases(setup.size);
   fabric->memory_.push_back(std::move(*slab));
   std::string failure;
   try {
     for (int32_t rank = 0; rank < setup.size; ++rank) {
-      if (rank != setup.rank) fabric->memory_.push_back(cpu::SharedMemory::open(paths[rank], echo::slab_bytes(shape)));
+      seal.rank = rank;
+      if (rank != setup.rank) fabric->memory_.push_back(open_offer(offers[rank], processes.pid(rank), seal));
       bases[rank] = (rank == setup.rank ? fabric->memory_.front() : fabric->memory_.back()).data();
     }
     observe(Step::kMapped);

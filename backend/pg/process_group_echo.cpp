@@ -50,6 +50,14 @@ void ProcessGroupEcho::observe(Observer observer) {
 }
 
 ProcessGroupEcho::~ProcessGroupEcho() {
+  if (!is_at_home()) {
+    // What it has would join threads that this process does not have: left to the end of the process.
+    new std::shared_ptr<GroupCore>(core_);
+    new std::shared_ptr<Worker>(worker_);
+    for (auto& [type, backend] : inner_) backend.release();
+    for (auto& [device, streams] : streams_) streams.release();
+    return;
+  }
   // The destructors of inner backends join threads that may want the GIL.
   const GilRelease no_gil;
   worker_->stop(false, std::chrono::seconds(1));
@@ -256,6 +264,21 @@ void ProcessGroupEcho::new_pass(Direction direction) {
   passes_.announce(direction);
 }
 
+std::optional<int64_t> ProcessGroupEcho::last_forward_sites() {
+  const GilRelease no_gil;
+  const std::lock_guard lock(issue_mutex_);
+  return passes_.completed_forward_sites();
+}
+
+void ProcessGroupEcho::resume_after(int64_t forward_sites) {
+  const GilRelease no_gil;
+  const std::lock_guard lock(issue_mutex_);
+  TORCH_CHECK_VALUE(forward_sites >= 0, "forward_sites is ", forward_sites, ", but must not be negative");
+  TORCH_CHECK_VALUE(calls_ == 0,
+                    "a state can be loaded before the group's first quantized all_reduce alone; it has made ", calls_);
+  passes_.resume_after(forward_sites);
+}
+
 void ProcessGroupEcho::set_look_ahead(int64_t tiles) {
   TORCH_CHECK_VALUE(tiles >= 0 && tiles <= kLookAhead, "look-ahead is ", tiles, ", but must be from 0 to ", kLookAhead,
                     " tiles");
@@ -264,6 +287,7 @@ void ProcessGroupEcho::set_look_ahead(int64_t tiles) {
 
 GroupReport ProcessGroupEcho::report() {
   const GilRelease no_gil;
+  check_at_home(home_);
   GroupReport report;
   report.group = description();
   core_->look_at_devices();

@@ -9,6 +9,9 @@
 // place in the queue.
 #pragma once
 
+#include <sys/types.h>
+#include <unistd.h>
+
 #include <atomic>
 #include <chrono>
 #include <map>
@@ -48,6 +51,9 @@ std::string_view dtype_name(at::ScalarType dtype);
 
 // Bytes of the elements; sparse tensors count as none.
 int64_t dense_bytes(const Tensors& tensors);
+
+// Throws c10::DistBackendError in any process but `home`, in which the group was made.
+void check_at_home(pid_t home);
 
 struct GroupSetup {
   c10::intrusive_ptr<c10d::Store> store;
@@ -92,6 +98,12 @@ class ProcessGroupEcho : public c10d::Backend {
   Decision explain(const at::Tensor& tensor, const std::string& op);
 
   void new_pass(Direction direction);
+
+  // Between passes: how many sites the forward pass had that was the last, which `early_sites` as a fraction refers to;
+  // empty if there was none. Nothing else outlives a pass.
+  std::optional<int64_t> last_forward_sites();
+  // As if such a pass had gone before. Throws c10::ValueError once the group has quantized.
+  void resume_after(int64_t forward_sites);
 
   // For benchmarks: look-ahead of later calls over peer memory on CPU, in tiles; the default is kLookAhead, 0 takes
   // the overlap out. Equal on all ranks. Throws c10::ValueError outside [0, kLookAhead].
@@ -214,6 +226,9 @@ class ProcessGroupEcho : public c10d::Backend {
   // was closed.
   c10d::Backend& open_inner(c10::DeviceType type);
   void check_alive() const;
+  // False in a process forked from the one that made the group: it has neither its threads nor its shared memory, and
+  // its locks may be held for ever.
+  bool is_at_home() const { return getpid() == home_; }
   // The inner backend of the accelerator if there is one, else the only one.
   c10::DeviceType main_device() const;
   c10::DeviceType barrier_device(const c10d::BarrierOptions& options) const;
@@ -231,7 +246,7 @@ class ProcessGroupEcho : public c10d::Backend {
                           const CallOrigin& origin);
   WorkPtr issue(const at::Tensor& tensor, const CallOptions& options, const CallOrigin& origin);
   QuantizedCall prepare(const at::Tensor& tensor, const CallOptions& options, const CallOrigin& origin, int32_t lane);
-  WorkPtr run_on_worker(QuantizedCall call, std::unique_lock<std::mutex>& issue_lock);
+  WorkPtr run_on_worker(QuantizedCall call, std::unique_lock<std::recursive_mutex>& issue_lock);
   WorkPtr run_on_stream(QuantizedCall call, const CallOptions& options);
   CallName name_call(const at::Tensor& tensor, const std::string& reason = {}) const;
   void check_capture(c10::Device device) const;
@@ -252,6 +267,7 @@ class ProcessGroupEcho : public c10d::Backend {
   void log_destroyed();
   void close(bool aborting);
 
+  const pid_t home_ = getpid();
   const std::shared_ptr<GroupCore> core_;
   const PolicyRules rules_;
   const c10::intrusive_ptr<c10d::Store> store_;
@@ -259,7 +275,9 @@ class ProcessGroupEcho : public c10d::Backend {
   std::atomic<int64_t> timeout_ms_;
   std::atomic<bool> closed_{false};
 
-  std::mutex issue_mutex_;  // guards what follows, up to the lanes
+  // Guards what follows, up to the lanes. Recursive because the first call runs signal handlers while it waits for its
+  // peers, and one of them may ask for statistics.
+  std::recursive_mutex issue_mutex_;
   PassTracker passes_;
   StatePool states_;
   uint64_t calls_ = 0;           // quantized calls issued

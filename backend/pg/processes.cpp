@@ -6,7 +6,8 @@
 #include <algorithm>
 #include <map>
 #include <mutex>
-#include <sstream>
+#include <optional>
+#include <random>
 #include <thread>
 
 #include <c10/util/Exception.h>
@@ -14,11 +15,7 @@
 namespace echo::pg {
 namespace {
 
-struct Introduction {
-  pid_t pid = 0;
-  int32_t cores = 1;
-  uint64_t host = 0;
-};
+using cpu::Introduction;
 
 int32_t usable_cores() {
   cpu_set_t cores;
@@ -45,24 +42,17 @@ std::shared_ptr<const cpu::PeerProcess> watch(pid_t pid) {
   return process;
 }
 
-Introduction read(const std::string& text) {
-  Introduction introduction;
-  std::istringstream in(text);
-  in >> introduction.pid >> introduction.cores >> introduction.host;
-  return introduction;
-}
-
 }  // namespace
 
 std::string Processes::introduction() {
-  std::ostringstream out;
-  out << getpid() << " " << usable_cores() << " " << own_host();
-  return out.str();
+  std::random_device random;
+  return cpu::write_introduction(
+      {.pid = getpid(), .cores = usable_cores(), .nonce = (uint64_t{random()} << 32) | random(), .host = own_host()});
 }
 
 bool Processes::has_exited(const std::string& introduction) {
-  const Introduction it = read(introduction);
-  return it.host == own_host() && cpu::PeerProcess(it.pid).has_exited();
+  const std::optional<Introduction> it = cpu::read_introduction(introduction);
+  return it && it->host == own_host() && cpu::PeerProcess(it->pid).has_exited();
 }
 
 Processes::Processes(int32_t rank, int32_t size, std::vector<std::string> introductions)
@@ -71,9 +61,12 @@ Processes::Processes(int32_t rank, int32_t size, std::vector<std::string> introd
                     " ranks was given ", introductions_.size(), " introductions");
   const uint64_t host = own_host();
   for (const std::string& text : introductions_) {
-    const Introduction it = read(text);
-    const bool watched = it.host == host && static_cast<int32_t>(members_.size()) != rank;
-    members_.push_back({it.cores, it.host, watched ? watch(it.pid) : nullptr});
+    const std::optional<Introduction> it = cpu::read_introduction(text);
+    TORCH_CHECK_WITH(DistBackendError, it, "what rank ", members_.size(),
+                     " said of itself in the store is no introduction");
+    const bool watched = it->host == host && static_cast<int32_t>(members_.size()) != rank;
+    members_.push_back({*it, watched ? watch(it->pid) : nullptr});
+    number_ = cpu::mix_nonce(number_, it->nonce);
   }
 }
 
@@ -91,15 +84,15 @@ std::string Processes::exited() const {
 std::string Processes::obstacle() const {
   if (members_.empty()) return "its ranks did not introduce themselves";
   for (size_t rank = 1; rank < members_.size(); ++rank) {
-    if (members_[rank].host == members_[0].host) continue;
+    if (members_[rank].said.host == members_[0].said.host) continue;
     return "ranks 0 and " + std::to_string(rank) + " share no memory (other host, user, or IPC or PID namespace)";
   }
   return {};
 }
 
 int32_t Processes::cores_per_rank() const {
-  int32_t cores = members_.front().cores;
-  for (const Member& member : members_) cores = std::min(cores, member.cores);
+  int32_t cores = members_.front().said.cores;
+  for (const Member& member : members_) cores = std::min(cores, member.said.cores);
   return cores / static_cast<int32_t>(members_.size());
 }
 

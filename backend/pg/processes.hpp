@@ -13,14 +13,20 @@ namespace echo::pg {
 
 class Processes {
  public:
-  // What this process says of itself to the other ranks: process id, usable cores, host.
+  // What this process says of itself to the other ranks, another text each time.
   static std::string introduction();
 
   // True if a process of this host that introduced itself so has ended.
   static bool has_exited(const std::string& introduction);
 
-  // By rank; none: nothing is known of anyone. Throws c10::ValueError for a number of them that is not the group's.
+  // By rank; none: nothing is known of anyone. Throws c10::ValueError for a number of them that is not the group's,
+  // c10::DistBackendError for what is no introduction.
   Processes(int32_t rank, int32_t size, std::vector<std::string> introductions);
+
+  // Of the group, which all its ranks drew together: tells its memory from that of other groups.
+  uint64_t number() const { return number_; }
+
+  pid_t pid(int32_t rank) const { return members_[rank].said.pid; }
 
   // As given.
   const std::vector<std::string>& introductions() const { return introductions_; }
@@ -40,13 +46,13 @@ class Processes {
 
  private:
   struct Member {
-    int32_t cores = 1;
-    uint64_t host = 0;
+    cpu::Introduction said;
     std::shared_ptr<const cpu::PeerProcess> process;  // null where its host is not this one
   };
 
   std::vector<std::string> introductions_;
   std::vector<Member> members_;
+  uint64_t number_ = 0;
 };
 
 }  // namespace echo::pg

@@ -3,10 +3,17 @@
 #include <algorithm>
 
 #include <c10/util/Exception.h>
+#include <pybind11/pybind11.h>
 
 #include "watched_store.hpp"
 
 namespace echo::pg {
+
+namespace {
+
+constexpr size_t kMostMessageBytes = 2000;
+
+}  // namespace
 
 std::vector<std::string> StoreRounds::exchange(const std::string& text) {
   store_->set(key(rank_, round_), std::vector<uint8_t>(text.begin(), text.end()));
@@ -18,6 +25,8 @@ std::vector<std::string> StoreRounds::exchange(const std::string& text) {
       known = who_cannot_come(keys);
       TORCH_CHECK_WITH(DistBackendError, known.empty(), known);
     });
+  } catch (const pybind11::error_already_set&) {
+    throw;
   } catch (const std::exception& error) {
     if (!known.empty()) throw;
     const auto* torch_error = dynamic_cast<const c10::Error*>(&error);
@@ -50,7 +59,10 @@ void StoreRounds::forget() {
 
 std::string StoreRounds::first_failure(const std::vector<std::string>& texts) {
   for (size_t rank = 0; rank < texts.size(); ++rank) {
-    if (!texts[rank].empty()) return "rank " + std::to_string(rank) + ": " + texts[rank];
+    if (texts[rank].empty()) continue;
+    std::string text = texts[rank].substr(0, kMostMessageBytes);
+    std::replace_if(text.begin(), text.end(), [](char c) { return c < ' ' && c != '\n'; }, '?');
+    return "rank " + std::to_string(rank) + ": " + text;
   }
   return {};
 }

@@ -26,7 +26,8 @@ class StoreRounds {
         reports_(reports) {}
 
   // Collective: this rank's part of a round, and the texts of all by rank. Throws c10::DistBackendError that names who
-  // did not come within the time-out, had exited before it spoke, or reports a failure of this group.
+  // did not come within the time-out, had exited before it spoke, or reports a failure of this group; and what a signal
+  // handler raises meanwhile.
   std::vector<std::string> exchange(const std::string& text);
 
   // Collective: what went wrong on this rank, empty if nothing did, for the first failure of all ranks, "rank 1: ...".
@@ -35,7 +36,7 @@ class StoreRounds {
   // Removes from the store what this rank said in the round before the last one; all ranks have read it.
   void forget();
 
-  // By rank what went wrong there: the first that is not empty.
+  // By rank what went wrong there: the first that is not empty, in a length and in characters fit for a message.
   static std::string first_failure(const std::vector<std::string>& texts);
 
  private:

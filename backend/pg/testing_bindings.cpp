@@ -15,6 +15,7 @@
 #include <string>
 
 #include "../core/reduce.h"
+#include "../cpu/memory_handle.h"
 #include "../cpu/stages.h"
 #include "bindings.hpp"
 #include "process_group_echo.hpp"
@@ -135,6 +136,17 @@ void fail_at(ProcessGroupEcho& group, const std::string& step, uint64_t call_num
   });
 }
 
+// As they are read from the store: what was understood, None for what is refused.
+std::optional<std::pair<pid_t, int>> read_handle(const std::string& text) {
+  const auto handle = cpu::read_handle(text);
+  return handle ? std::optional(std::pair(handle->pid, handle->fd)) : std::nullopt;
+}
+
+std::optional<std::string> reread_introduction(const std::string& text) {
+  const auto introduction = cpu::read_introduction(text);
+  return introduction ? std::optional(cpu::write_introduction(*introduction)) : std::nullopt;
+}
+
 }  // namespace
 
 void bind_testing(py::module_& m) {
@@ -147,6 +159,8 @@ void bind_testing(py::module_& m) {
               py::arg("world_size") = 2, py::arg("isa") = "");
   testing.def("correction", &correction, py::arg("like"), py::arg("config"), py::arg("state"), py::arg("isa") = "");
   testing.def("state_bytes", &state_slot_bytes, py::arg("like"), py::arg("config"));
+  testing.def("read_handle", &read_handle, py::arg("text"));
+  testing.def("reread_introduction", &reread_introduction, py::arg("text"));
   testing.def("bound_device", [](const c10d::Backend& backend) { return backend.getBoundDeviceId(); });
   testing.def("fail_at", &fail_at, py::arg("group"), py::arg("step"), py::arg("call") = 0, py::arg("tile") = 0,
               py::arg("action") = "kill");

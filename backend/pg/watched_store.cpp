@@ -5,6 +5,8 @@
 
 #include <c10/util/Exception.h>
 
+#include "signals.hpp"
+
 namespace echo::pg {
 namespace {
 
@@ -20,6 +22,7 @@ void wait_for_keys(c10d::Store& store, const std::vector<std::string>& keys, mil
                    const std::function<void()>& check) {
   const Clock::time_point start = Clock::now();
   for (auto pause = kFirstPause; !store.check(keys); pause = std::min(2 * pause, kLongestPause)) {
+    run_signal_handlers();
     check();
     TORCH_CHECK_WITH(DistBackendError, timeout.count() <= 0 || Clock::now() - start < timeout, "timed out after ",
                      timeout.count(), " ms");

@@ -13,7 +13,8 @@ namespace {
 using Clock = std::chrono::steady_clock;
 using std::chrono::milliseconds;
 
-constexpr milliseconds kWaitSlice{1000};
+// Ctrl-C is to return within a second.
+constexpr milliseconds kWaitSlice{200};
 
 }  // namespace
 

@@ -51,7 +51,7 @@ struct WorkDetails {
   CallName what;
   int32_t lane = 0;
   std::shared_ptr<LaneTable> lanes;  // the lane goes back to it when the caller has waited; null if none was taken
-  // Called while a caller waits, about once a second; throws if waiting longer is pointless.
+  // Called while a caller waits, a few times a second; throws if waiting longer is pointless or not wanted.
   std::function<void(std::chrono::milliseconds waited)> while_waiting;
 };
 

@@ -285,6 +285,38 @@ ECHO_TEST(lanes_count_past_the_end_of_a_ticket) {
   for (int number = 0; number < 6; ++number) CHECK(worlds[number].tensors == expected[number].tensors);
 }
 
+// Calls whose numbers cross the end of what a record's ticket can hold, with the exchange of max|x| that waits for it.
+ECHO_TEST(calls_count_past_the_end_of_a_ticket) {
+  const SlabShape shape{2, 1, 512};
+  Slabs slabs(shape);
+  const uint64_t start = (uint64_t{1} << 32) - 3;
+  for (std::byte* slab : slabs.bases) {
+    for (int source = 0; source < 2; ++source) {
+      for (uint64_t before = start - 2; before < start; ++before) {
+        const auto parity = static_cast<int32_t>(before % kCallParities);
+        cpu::word_at(slab, record_ticket_offset(source, parity)) = ticket_of(static_cast<uint32_t>(before), 0);
+      }
+    }
+  }
+  const Plan plan = plan_of(Case{2, 1, 1}, 1);
+  std::vector<World> worlds;
+  for (int number = 0; number < 6; ++number) worlds.push_back(make_world(plan, number));
+  on_threads(2, [&](int32_t rank) {
+    PeerGroup group(shape, rank, slabs.bases);
+    for (int number = 0; number < 6; ++number) {
+      if (rank == number % 2) std::this_thread::sleep_for(std::chrono::milliseconds(2));
+      PeerCall call = call_of(plan, rank, start + static_cast<uint64_t>(number), worlds[number]);
+      call.rescale = true;
+      CHECK(group.all_reduce(call, [](const auto& body) { body(0); }));
+    }
+  });
+  for (World& world : worlds) {
+    CHECK(std::memcmp(tensor_at(world.tensors[0]), tensor_at(world.tensors[1]), plan.numel * dtype_bytes(plan.dtype)) ==
+          0);
+    CHECK(!is_nan(plan, world.tensors[0]));
+  }
+}
+
 ECHO_TEST(tickets_are_wrap_safe) {
   const uint64_t last = ticket_of(0xffffffffu, 7);
   CHECK_EQ(static_cast<uint32_t>(last), 0u);
