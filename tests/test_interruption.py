@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
 import torch.multiprocessing as mp
 from ranks import run_ranks
 from test_backend import contribution, is_close
@@ -50,6 +51,11 @@ def seconds_to_ctrl_c(wait: Callable[[], Any]) -> float:
     raise AssertionError("the call came back by itself")
 
 
+def call_functional(tensor: torch.Tensor, group: Any) -> torch.Tensor:
+    """As DTensor and compiled code do: the wait is an operator of its own."""
+    return funcol.wait_tensor(funcol.all_reduce(tensor, "sum", group))
+
+
 def call_async(tensor: torch.Tensor, group: Any) -> None:
     dist.all_reduce(tensor, group=group, async_op=True).wait()
 
@@ -60,7 +66,7 @@ def run_ctrl_c(
     """Rank 0 is interrupted while it waits for rank 1, which then comes to the call."""
     group = patient_group(fabric)
     if not first_call:
-        dist.all_reduce(contribution(rank), group=group)
+        call(contribution(rank), group=group)  # what is loaded at its first use must not be what Ctrl-C meets
     if rank == 0:
         seconds = seconds_to_ctrl_c(lambda: call(contribution(rank), group=group))
         with pytest.raises(dist.DistBackendError, match=r"does not resume.*interrupted by a signal"):
@@ -83,6 +89,7 @@ def run_ctrl_c(
     [
         *((fabric, first, dist.all_reduce) for fabric in FABRICS for first in (False, True)),
         ("peer", False, call_async),
+        ("peer", False, call_functional),
     ],
 )
 def test_ctrl_c_ends_a_call_within_a_second_and_tells_the_peers(
