@@ -15,12 +15,15 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
+from .answers import answer_within
+
 # How long rank 0, whose process may host the store, stays after a failed check so that the others can read why.
 _FAREWELL = timedelta(seconds=5)
 _MOST_FAILURE_CHARS = 10_000
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.001, 0.02  # seconds between two questions to the store
 _FIRST_LOOK, _LONGEST_PERIOD = 0.2, 1.0  # seconds until the first look at the processes, and at most between two
+_GRACE = 0.5  # seconds that a question may take after the time-out
 _MOST_WATCHED = 64  # ranks: in larger groups the questions would bury the store
 
 
@@ -39,15 +42,16 @@ NO_WATCH = ProcessWatch("", lambda introduction: False, {})
 
 class Agreement:
     """One group's check. Construct it first thing on every rank: each construction counts as one more group on this
-    store."""
+    store. Raises DistBackendError where that does not answer within `timeout`."""
 
-    def __init__(self, store: Any, rank: int, size: int) -> None:
+    def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
         from torch.distributed import PrefixStore
 
         self.rank, self.size = rank, size
+        self._deadline = time.monotonic() + timeout.total_seconds()
         # A program may destroy a group and make another of the same name on the same store; the count keeps their keys
         # apart.
-        visit = store.add(f"echo/visits/{rank}", 1) if size > 1 else 1
+        visit = self._ask(store.add, f"echo/visits/{rank}", 1) if size > 1 else 1
         self.store = PrefixStore(f"echo/{visit}", store)
 
     def withdraw(self, reason: str) -> None:
@@ -61,25 +65,26 @@ class Agreement:
             if self.rank == 0:
                 self._give_verdict(text)
             else:
-                self.store.set(f"seen/{self.rank}", "")
+                self._ask(self.store.set, f"seen/{self.rank}", "")
 
     def reach(self, fingerprint: str, timeout: timedelta, processes: ProcessWatch = NO_WATCH) -> list[str]:
         """Return the introductions of all ranks when all have the same fingerprint. Raises DistBackendError naming
-        what differs, who is missing or who has exited."""
+        what differs, who is missing or who has exited, or that the store does not answer."""
         introduction = processes.introduction
         if self.size == 1:
             return [introduction]
         from torch.distributed import DistBackendError
 
         self.processes = processes
+        self._deadline = time.monotonic() + timeout.total_seconds()
         self._write({"fingerprint": json.loads(fingerprint), "introduction": introduction})
         if self.rank != 0:
             self._await(["verdict"], timeout)
-            problem, introductions = _read_verdict(self.store.get("verdict"), self.size)
-            self.store.set(f"seen/{self.rank}", "")
+            problem, introductions = _read_verdict(self._ask(self.store.get, "verdict"), self.size)
+            self._ask(self.store.set, f"seen/{self.rank}", "")
         else:
             self._await([f"rank/{peer}" for peer in range(1, self.size)], timeout)
-            records = self._records()
+            records = self._ask(self._records)
             problem = self._compare(json.loads(fingerprint), records)
             introductions = [introduction, *(record.get("introduction", "") for record in records)]
             self._give_verdict(problem, introductions)
@@ -87,14 +92,28 @@ class Agreement:
             raise DistBackendError(f"echo: this group cannot be created. {problem}")
         return list(introductions)
 
+    def _ask(self, question: Callable[..., Any], *arguments: Any) -> Any:
+        from torch.distributed import DistBackendError
+
+        try:
+            return answer_within(self._left(), question, *arguments)
+        except (TimeoutError, RuntimeError) as error:  # torch's own where the server has ended
+            who = f"rank {self.rank} of {self.size}"
+            raise DistBackendError(f"echo: this group cannot be created on {who}: {error}") from error
+
+    def _left(self) -> float:
+        """Seconds that a question may take."""
+        return max(self._deadline - time.monotonic(), 0) + _GRACE
+
     def _write(self, record: dict[str, Any]) -> None:
-        self.store.set(f"rank/{self.rank}", json.dumps(record))
+        self._ask(self.store.set, f"rank/{self.rank}", json.dumps(record))
 
     def _give_verdict(self, problem: str | None, introductions: list[str] | None = None) -> None:
-        self.store.set("verdict", json.dumps([problem, introductions]))
+        self._ask(self.store.set, "verdict", json.dumps([problem, introductions]))
         if problem:
+            seen = [f"seen/{peer}" for peer in range(1, self.size)]
             with contextlib.suppress(Exception):
-                self.store.wait([f"seen/{peer}" for peer in range(1, self.size)], _FAREWELL)
+                answer_within(_FAREWELL.total_seconds() + _GRACE, self.store.wait, seen, _FAREWELL)
 
     def _compare(self, mine: dict[str, Any], records: list[dict[str, Any]]) -> str | None:
         for peer, record in enumerate(records, start=1):
@@ -114,22 +133,21 @@ class Agreement:
 
         start = time.monotonic()
         try:
-            self._poll(keys, timeout)
+            self._poll(keys)
         except Exception as error:
             waited = f"after {time.monotonic() - start:.1f} s (time-out {timeout.total_seconds():g} s)"
             problem = f"Rank {self.rank} of {self.size} waited: {self._who_is_missing()} {waited}: {error}"
             if self.rank == 0:
                 with contextlib.suppress(Exception):  # for those who come later
-                    self.store.set("verdict", json.dumps([problem, None]))
+                    self._ask(self.store.set, "verdict", json.dumps([problem, None]))
             raise DistBackendError(f"echo: this group cannot be created. {problem}") from error
 
-    def _poll(self, keys: list[str], timeout: timedelta) -> None:
+    def _poll(self, keys: list[str]) -> None:
         """Until the store has the keys. Its own wait hears of nothing else, so it is asked again and again."""
-        deadline = time.monotonic() + timeout.total_seconds()
         pause, period, next_look = _FIRST_PAUSE, _FIRST_LOOK, time.monotonic() + _FIRST_LOOK
-        while not self.store.check(keys):
+        while not self._holds(keys):
             now = time.monotonic()
-            if now >= deadline:
+            if now >= self._deadline:
                 raise TimeoutError("timed out")
             if now >= next_look and self.size <= _MOST_WATCHED:
                 self._look_at_processes(keys)
@@ -138,20 +156,23 @@ class Agreement:
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE)
 
+    def _holds(self, keys: list[str]) -> bool:
+        return bool(answer_within(self._left(), self.store.check, keys))
+
     def _look_at_processes(self, keys: list[str]) -> None:
         for peer in range(self.size):
             key = f"rank/{peer}"
             introduction = self.processes.known.get(peer, "")
-            if not introduction and self.store.check([key]):
-                introduction = _read_record(self.store.get(key), peer).get("introduction", "")
+            if not introduction and self._holds([key]):
+                introduction = _read_record(self._ask(self.store.get, key), peer).get("introduction", "")
             # Asked in this order: what a process said before it ended counts.
             exited = peer != self.rank and introduction and self.processes.has_exited(introduction)
-            if exited and not self.store.check(keys):
+            if exited and not self._holds(keys):
                 raise ChildProcessError(f"the process of rank {peer} has exited")
 
     def _who_is_missing(self) -> str:
         try:
-            missing = [peer for peer in range(self.size) if not self.store.check([f"rank/{peer}"])]
+            missing = [peer for peer in range(self.size) if not self._holds([f"rank/{peer}"])]
         except Exception:
             return f"The store no longer answers rank {self.rank}"
         if not missing:

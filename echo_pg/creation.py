@@ -8,17 +8,16 @@ threads.
 
 import contextlib
 import hashlib
-import threading
 import warnings
 from collections.abc import Callable
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeoutError
+from concurrent.futures import wait
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
 from . import build, compatibility, log, options, passes, report
 from .agreement import Agreement, ProcessWatch
+from .answers import on_thread
 from .options import Options
 
 _LOOK_PERIOD = 0.2  # seconds between two looks at the processes while an inner backend connects
@@ -65,7 +64,7 @@ def create_group(dist_options: Any, pg_options: Any) -> Any:
 
 
 def _create_checked(place: Place, pg_options: Any) -> Any:
-    agreement = Agreement(place.store, place.rank, place.size)
+    agreement = Agreement(place.store, place.rank, place.size, place.timeout)
     if options.is_off():
         agreement.withdraw("ECHO_OFF=1 is set here and not on all ranks")
         return _create_off(place, pg_options, agreement.store)
@@ -252,32 +251,23 @@ def _while_all_live(connect: Callable[[], Any], processes: Any) -> Any:
     """
     from torch.distributed import DistBackendError
 
-    outcome: Future[Any] = Future()
-
-    def run() -> None:
-        try:
-            outcome.set_result(connect())
-        except BaseException as error:
-            outcome.set_exception(error)
-
-    threading.Thread(target=run, name="echo-connect", daemon=True).start()
+    outcome = on_thread("echo-connect", connect)
     while True:
         # Asked in this order: the last thing that a process did may have been to connect.
         exited = processes.exited()
-        try:
-            return outcome.result(timeout=_LOOK_PERIOD)
-        except FutureTimeoutError:
-            if outcome.done():
-                raise  # its own
-            if exited:
-                raise DistBackendError(exited) from None
+        if wait([outcome], _LOOK_PERIOD).done:
+            return outcome.result()
+        if exited:
+            raise DistBackendError(exited)
 
 
 def _watched(place: Place, prefix: str) -> Any:
     """The group's store for an inner backend, with waits that end when a process of the group does."""
     import torch.distributed as dist
 
-    store = place.store if place.processes is None else build.extension().watched_store(place.store, place.processes)
+    store = place.store
+    if place.processes is not None:
+        store = build.extension().watched_store(store, place.processes, place.timeout)
     return dist.PrefixStore(prefix, store)
 
 

@@ -78,7 +78,7 @@ def meet(fingerprints, timeout=20.0, store=None):
     outcomes = [None] * len(fingerprints)
 
     def run(rank, mine):
-        joined = agreement.Agreement(store, rank, len(fingerprints))
+        joined = agreement.Agreement(store, rank, len(fingerprints), timedelta(seconds=timeout))
         try:
             if isinstance(mine, Exception):
                 joined.withdraw(str(mine))
@@ -130,6 +130,6 @@ def test_a_rank_that_cannot_join_tells_the_others_at_once(failing):
 
 
 def test_a_group_of_one_asks_nobody():
-    lonely = agreement.Agreement(dist.HashStore(), 0, 1)
+    lonely = agreement.Agreement(dist.HashStore(), 0, 1, timedelta(seconds=1))
     lonely.reach(SAME, timedelta(seconds=1))
     lonely.withdraw("nothing")

@@ -204,11 +204,11 @@ void bind_processes(py::module_& m) {
   m.def("has_exited", py::overload_cast<const std::string&>(&Processes::has_exited), py::arg("introduction"));
   m.def(
       "watched_store",
-      [](c10::intrusive_ptr<c10d::Store> store,
-         std::shared_ptr<Processes> processes) -> c10::intrusive_ptr<c10d::Store> {
-        return c10::make_intrusive<WatchedStore>(std::move(store), std::move(processes));
+      [](c10::intrusive_ptr<c10d::Store> store, std::shared_ptr<Processes> processes,
+         std::chrono::milliseconds timeout) -> c10::intrusive_ptr<c10d::Store> {
+        return c10::make_intrusive<WatchedStore>(std::move(store), std::move(processes), timeout);
       },
-      py::arg("store"), py::arg("processes"));
+      py::arg("store"), py::arg("processes"), py::arg("timeout"));
   m.def(
       "fault_reports",
       [](c10::intrusive_ptr<c10d::Store> store, int32_t rank, int32_t size, std::shared_ptr<Processes> processes,

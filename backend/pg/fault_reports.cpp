@@ -10,6 +10,8 @@
 
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
+#include "store_answer.hpp"
+
 namespace echo::pg {
 
 using std::chrono::milliseconds;
@@ -156,7 +158,9 @@ FaultReports::FaultReports(c10::intrusive_ptr<c10d::Store> store, int32_t rank, 
 
 FaultReports::~FaultReports() = default;
 
-std::string FaultReports::first_heard() const { return read(*member_, kFirstKey); }
+std::string FaultReports::first_heard() const {
+  return answer_within(kPatience, [member = member_] { return read(*member, kFirstKey); }).value_or("");
+}
 
 const std::shared_ptr<const Processes>& FaultReports::processes() const { return member_->processes; }
 

@@ -32,8 +32,8 @@ class FaultReports {
   // more than kMostRanks, whose questions would bury the store, only who has exited.
   std::string exchange(const std::string& mine) const;
 
-  // "rank 1 reports: ..." of the rank that failed first in this group and said so, empty if none has. Throws what the
-  // store throws.
+  // "rank 1 reports: ..." of the rank that failed first in this group and said so, empty if none has or the store does
+  // not answer. Throws what the store throws, and what a signal handler raises meanwhile.
   std::string first_heard() const;
 
   const std::shared_ptr<const Processes>& processes() const;

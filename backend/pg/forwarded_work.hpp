@@ -4,6 +4,7 @@
 #include <functional>
 #include <string>
 
+#include <c10/util/Exception.h>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
 #include "call_name.hpp"
@@ -46,10 +47,14 @@ class ForwardedWork : public c10d::Work {
   void named(const Call& call) {
     try {
       call();
-    } catch (const std::exception& error) {
+    } catch (const c10::DistError& error) {
       if (!inner_->isCompleted()) throw;  // only the caller's own limit is over
-      const auto* torch_error = dynamic_cast<const c10::Error*>(&error);
-      rename_(torch_error != nullptr ? torch_error->what_without_backtrace() : error.what());
+      rename_(error.what_without_backtrace());
+    } catch (const c10::Error&) {
+      throw;  // a wrong call, which Gloo may notice as late as this
+    } catch (const std::exception& error) {
+      if (!inner_->isCompleted()) throw;
+      rename_(error.what());
     }
   }
 

@@ -5,6 +5,7 @@
 #include <c10/util/Exception.h>
 #include <pybind11/pybind11.h>
 
+#include "store_answer.hpp"
 #include "watched_store.hpp"
 
 namespace echo::pg {
@@ -12,16 +13,21 @@ namespace echo::pg {
 namespace {
 
 constexpr size_t kMostMessageBytes = 2000;
+// For questions whose answer can be done without.
+constexpr std::chrono::milliseconds kShortly{500};
 
 }  // namespace
 
 std::vector<std::string> StoreRounds::exchange(const std::string& text) {
-  store_->set(key(rank_, round_), std::vector<uint8_t>(text.begin(), text.end()));
+  const auto start = std::chrono::steady_clock::now();
   std::vector<std::string> keys;
   for (int32_t rank = 0; rank < size_; ++rank) keys.push_back(key(rank, round_));
   std::string known;
   try {
-    wait_for_keys(*store_, keys, timeout_, [&] {
+    const std::vector<uint8_t> mine(text.begin(), text.end());
+    require_answer(
+        ask([store = store_, key = keys[rank_], mine] { store->set(key, mine); }, left_to_ask(start, timeout_)));
+    wait_for_keys(store_, keys, timeout_, [&] {
       known = who_cannot_come(keys);
       TORCH_CHECK_WITH(DistBackendError, known.empty(), known);
     });
@@ -33,28 +39,32 @@ std::vector<std::string> StoreRounds::exchange(const std::string& text) {
     TORCH_CHECK_WITH(DistBackendError, false, "rank ", missing_ranks(), " did not come within ", timeout_.count(),
                      " ms (", torch_error != nullptr ? torch_error->what_without_backtrace() : error.what(), ")");
   }
-  std::vector<std::string> texts;
-  for (const std::string& each : keys) {
-    const std::vector<uint8_t> bytes = store_->get(each);
-    texts.emplace_back(bytes.begin(), bytes.end());
-  }
+  auto texts = answer_within(left_to_ask(start, timeout_), [store = store_, keys] {
+    std::vector<std::string> said;
+    for (const std::string& each : keys) said.push_back(store->get_to_str(each));
+    return said;
+  });
+  require_answer(texts.has_value());
   ++round_;
-  return texts;
+  return std::move(*texts);
 }
 
 std::string StoreRounds::who_cannot_come(const std::vector<std::string>& keys) {
   const std::string failure = reports_.first_heard();
-  if (!failure.empty() && !store_->check(keys)) return failure;
+  // A store that does not answer tells nothing: the wait goes on until its time-out.
+  if (!failure.empty() && !holds(keys).value_or(true)) return failure;
   for (int32_t rank = 0; rank < size_; ++rank) {
     // Asked in this order: what a process said before it ended counts.
-    if (!reports_.processes()->has_exited(rank) || store_->check({keys[rank]})) continue;
+    if (!reports_.processes()->has_exited(rank) || holds({keys[rank]}).value_or(true)) continue;
     return "the process of rank " + std::to_string(rank) + " has exited";
   }
   return {};
 }
 
 void StoreRounds::forget() {
-  if (round_ >= 2) store_->deleteKey(key(rank_, round_ - 2));
+  if (round_ < 2) return;
+  // Without an answer the next round fails.
+  ask([store = store_, key = key(rank_, round_ - 2)] { store->deleteKey(key); }, kShortly);
 }
 
 std::string StoreRounds::first_failure(const std::vector<std::string>& texts) {
@@ -67,15 +77,21 @@ std::string StoreRounds::first_failure(const std::vector<std::string>& texts) {
   return {};
 }
 
-// A store that has gone with its process answers nothing: then nobody can be named.
+std::optional<bool> StoreRounds::holds(const std::vector<std::string>& keys) const {
+  return answer_within(kShortly, [store = store_, keys] { return store->check(keys); });
+}
+
+// A store that has gone with its process, or is stopped, answers nothing: then nobody can be named.
 std::string StoreRounds::missing_ranks() const {
   std::string ranks;
   for (int32_t rank = 0; rank < size_; ++rank) {
+    std::optional<bool> there;
     try {
-      if (store_->check({key(rank, round_)})) continue;
+      there = holds({key(rank, round_)});
     } catch (const std::exception&) {
-      return "(unknown: the store does not answer)";
     }
+    if (!there) return "(unknown: the store does not answer)";
+    if (*there) continue;
     ranks += (ranks.empty() ? "" : ", ") + std::to_string(rank);
   }
   return ranks;

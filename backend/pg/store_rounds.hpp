@@ -4,6 +4,7 @@
 #include <chrono>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -40,6 +41,8 @@ class StoreRounds {
   static std::string first_failure(const std::vector<std::string>& texts);
 
  private:
+  // Nothing if the store does not answer.
+  std::optional<bool> holds(const std::vector<std::string>& keys) const;
   std::string who_cannot_come(const std::vector<std::string>& keys);
   std::string key(int32_t rank, int round) const { return std::to_string(round) + "/" + std::to_string(rank); }
   std::string missing_ranks() const;
