@@ -5,7 +5,7 @@ import sys
 from typing import Any
 
 from . import __version__, run
-from .bench import accuracy, allreduce, hooks, page, recompute, theory, train
+from .bench import accuracy, allreduce, end_to_end, hooks, page, recompute, theory, train
 
 BENCHES: dict[str, Any] = {
     "accuracy": accuracy,
@@ -13,8 +13,10 @@ BENCHES: dict[str, Any] = {
     "hooks": hooks,
     "recompute": recompute,
     "report": page,
+    "step": end_to_end.STEP,
     "theory": theory,
     "train": train,
+    "ttft": end_to_end.TTFT,
 }
 
 

@@ -10,6 +10,9 @@ accuracy: what it does to the predictions of a language model.
 train, theory: whole trainings; errors against the paper's bounds.
     split (a model over ranks) · train_rank, theory_rank (what a rank does) · train_report, theory_report (tables and
     plots from records) · train, theory (the commands)
+ttft, step: what it is worth to a whole model, without and with other traffic on the links.
+    end_to_end (both commands) · end_to_end_model (a model whose sums are exchanged between two calls) · load (copies in
+    the background) · end_to_end_rank (what a rank does) · end_to_end_report (what follows from times, tables, plots)
 hooks, recompute: what telling passes apart costs; what activation checkpointing changes.
     transformer (the small model of both, and the text and optimizer of train)
 report: all of it on one page (page).

@@ -34,6 +34,7 @@ class Settings:
     warmup: int
     iterations: int
     local_rank: int | None = None  # of the GPU; None: the rank
+    inner: str | None = None  # the backend to compare with; None: the device's own
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ class Rank:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         local = self.rank if settings.local_rank is None else settings.local_rank
         self.device = torch.device("cuda", local) if settings.device == "cuda" else torch.device("cpu")
-        self.inner = dist.new_group(backend=BASELINES[settings.device])
+        self.inner = dist.new_group(backend=settings.inner or BASELINES[settings.device])
         self.tick = torch.zeros(1, device=self.device)
 
     def measure(
@@ -208,7 +209,7 @@ class Rank:
     ) -> list[list[float]]:
         """Seconds [rows][iterations] of the slowest rank."""
         total = self.settings.warmup + self.settings.iterations
-        clock = _DeviceClock() if self.device.type == "cuda" else _HostClock()
+        clock = DeviceClock() if self.device.type == "cuda" else HostClock()
         for iteration in range(total):
             say(f"iteration {iteration + 1} of {total}")
             for turn in range(len(rows)):
@@ -219,7 +220,7 @@ class Rank:
                     buffer.copy_(x)
                     row.all_reduce(buffer)
                 buffer.copy_(x)
-                self._barrier()
+                self.barrier()
                 clock.start(index)
                 row.all_reduce(buffer)
                 if follow is not None and row.row.then_matmul:
@@ -229,7 +230,7 @@ class Rank:
         dist.all_reduce(measured, op=dist.ReduceOp.MAX)
         return [list(seconds) for seconds in measured.tolist()]
 
-    def _barrier(self) -> None:
+    def barrier(self) -> None:
         """On CUDA all streams are empty before it, so that nobody's state update disturbs the next row, and a tiny
         all-reduce follows, so that the ranks' streams start together while the call is being launched."""
         if self.device.type == "cuda":
@@ -261,7 +262,7 @@ def _forwarded(before: dict[str, Any], after: dict[str, Any]) -> str:
     return ""
 
 
-class _HostClock:
+class HostClock:
     """Wall time of calls that block."""
 
     def __init__(self) -> None:
@@ -278,7 +279,7 @@ class _HostClock:
         return self.samples[row]
 
 
-class _DeviceClock:
+class DeviceClock:
     """CUDA events around each call, on the current stream, read when all is over."""
 
     def __init__(self) -> None:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import __version__
-from . import accuracy_plot, accuracy_results, plot, recompute, results, theory_report, train_report
+from . import accuracy_plot, accuracy_results, end_to_end_report, plot, recompute, results, theory_report, train_report
 
 Record = dict[str, Any]
 
@@ -53,6 +53,12 @@ def _allreduce(made: list[Record], folder: Path, stem: str, draws: bool) -> Cont
     return Content(tables, plot.draw(made, folder, stem) if draws else [])
 
 
+def _end_to_end(made: list[Record], folder: Path, stem: str, draws: bool) -> Content:
+    tables = [("machine", end_to_end_report.header(made[0])), *end_to_end_report.tables(made)]
+    tables.append(("what is reached", "\n".join(end_to_end_report.verdicts(made))))
+    return Content(tables, end_to_end_report.draw(made, folder, stem) if draws else [])
+
+
 def _train(made: list[Record], folder: Path, stem: str, draws: bool) -> Content:
     plots = train_report.draw(made, folder, stem) if draws else []
     return Content([("training", train_report.text_of(made))], plots)
@@ -73,6 +79,8 @@ SECTIONS = (
     Section("train", "Training from scratch", _train),
     Section("theory", "What the paper proves", _theory),
     Section("allreduce", "Time of one all-reduce", _allreduce),
+    Section("ttft", "Time to first token of a whole model", _end_to_end),
+    Section("step", "Time of a training step of a whole model", _end_to_end),
     Section("recompute", "Activation checkpointing", _recompute),
 )
 

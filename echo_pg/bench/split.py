@@ -77,7 +77,8 @@ def split(model: Any, size: int, rank: int, add: Add) -> None:
         for names, dim in ((COLUMNS, 0), (ROWS, 1)):
             for name in names:
                 linear = layer.get_submodule(name)
-                linear.weight = nn.Parameter(linear.weight.detach().chunk(size, dim)[rank].contiguous())
+                part = linear.weight.detach().chunk(size, dim)[rank]
+                linear.weight = nn.Parameter(part.clone(memory_format=torch.contiguous_format))  # no view of the whole
         for block in (layer.self_attn, layer.mlp):
             block.register_forward_pre_hook(_copying(add), with_kwargs=True)
         for name in ROWS:

@@ -1,0 +1,315 @@
+"""One rank of `bench ttft` and `bench step`, from its start to its end."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import datetime, timedelta, timezone
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from .. import options, report
+from . import end_to_end_report, measure, results
+from .cases import BASELINES, Row
+from .end_to_end_model import Decoding, Shape, Sums, Training, first_tokens, make
+from .load import Load
+from .progress import Bar
+
+_TIMEOUT = timedelta(minutes=10)
+_CACHE_UNIT = 16  # places; fused attention wants its keys aligned
+# Of GPU memory, beside what grows with the batch: workspaces, what NCCL allocates, tensors of the all-reduce alone.
+_SPARE_BYTES = 4 << 30
+# Per element of a sum and row: two averages in bfloat16, and as much again while a call is under way.
+_STATE_BYTES = 8
+NOTHING = Row("no-op", "the call left out", kind="nothing")
+AGAIN = Row("again", "the exact backend once more: what differs by chance", kind="inner")
+
+
+def batches_to_try(largest: int) -> list[int]:
+    """Descending: the largest, and all powers of two and their halves more (1.5 times) below it."""
+    steps = {number << shift for number in (1, 3) for shift in range(largest.bit_length())}
+    return sorted({largest} | {step for step in steps if step < largest}, reverse=True)
+
+
+@dataclass
+class Variant:
+    """A row at work in the model: `group` sums, None for nobody. chosen: its options."""
+
+    row: Row
+    group: Any
+    chosen: Any = None
+
+    def quantized(self) -> int:
+        return int(report.stats(self.group)["calls_quantized"]) if self.chosen is not None else 0
+
+
+class Rank:
+    """What one rank holds: the model, the groups of all variants, the records' common part."""
+
+    def __init__(
+        self, rank: int, size: int, store_path: str | None, plan: dict[str, Any], path: str, local_rank: int | None
+    ) -> None:
+        self.rank, self.size, self.plan, self.path = rank, size, plan, Path(path)
+        on_gpu = plan["device"] == "cuda"
+        index = (rank if local_rank is None else local_rank) % max(1, torch.cuda.device_count()) if on_gpu else None
+        self.device = torch.device("cuda", index) if index is not None else torch.device("cpu")
+        threads = max(1, len(results.usable_cores()) // size)
+        torch.set_num_threads(threads)
+        if on_gpu:
+            torch.cuda.set_device(self.device)
+        store = dist.FileStore(store_path, size) if store_path is not None else None
+        place = {"store": store, "rank": rank, "world_size": size} if store is not None else {}
+        dist.init_process_group("gloo", timeout=_TIMEOUT, **place)
+        gpus = min(size, torch.cuda.device_count()) if on_gpu else 0
+        self.load = Load(plan["device"], gpus) if rank == 0 and any(plan["loads"]) else None
+        self.inner = "gloo" if plan["shared_gpu"] else BASELINES[plan["device"]]
+        self.shape, self.sums = Shape(**plan["model"]), Sums()
+        self.model = make(self.shape, 2 * plan["length"], size, rank, self.device, self.sums)
+        settings = measure.Settings(plan["device"], (), plan["rows"], 0, 1, index, self.inner)
+        self.alone = measure.Rank(settings)
+        self.training = Training(self.model, self.alone.inner) if plan["bench"] == "step" else None
+        self.common = results.circumstances(plan["device"], threads, index) | {
+            "bench": plan["bench"], "ranks": size, "inner": self.inner, "shape": plan["shape"], "model": plan["model"],
+            "length": plan["length"], "dtype": "bfloat16", "seed": 0, "transformers": version("transformers"),
+            "load_what": self.load.what if self.load is not None else "none",
+        }  # fmt: skip
+        self.common["commit"] = plan["commit"] or self.common["commit"]
+
+    # --- the batch ---
+
+    def choose_batch(self) -> int:
+        """The largest one that fits on all ranks: tried without sums, so that none waits for one that ran out of
+        memory. Raises RuntimeError where not even one sequence fits."""
+        if self.device.type == "cpu":
+            return int(self.plan["batch"])
+        for batch in batches_to_try(self.plan["batch"]):
+            fits = torch.tensor([int(self._fits(batch))])
+            dist.all_reduce(fits, op=dist.ReduceOp.MIN)
+            self._free()
+            if fits.item():
+                return batch
+        raise RuntimeError("not even a batch of one fits into the GPU's memory")
+
+    def _fits(self, batch: int) -> bool:
+        try:
+            call = self.pass_of(batch, joined=False)
+            for _ in range(2):  # the optimizer's moments come with the end of the first step
+                call()
+            ended = True
+        except torch.OutOfMemoryError:
+            ended = False
+            if self.training is not None:
+                self.training.forget()
+        dist.barrier()  # ranks on one GPU: all hold what they need
+        free, _ = torch.cuda.mem_get_info(self.device)
+        dist.barrier()
+        directions = 2 if self.training is not None else 1
+        state = _STATE_BYTES * directions * len(self.plan["rows"]) * self.sum_elems(batch)
+        return ended and free >= _SPARE_BYTES + state
+
+    def sum_elems(self, batch: int) -> int:
+        return int(batch * self.plan["length"] * self.shape.width)
+
+    def pass_of(self, batch: int, joined: bool = True) -> Callable[[], Any]:
+        """What is timed: a prefill or a training step of `batch` sequences; without any exact sum unless `joined`."""
+        generator = torch.Generator().manual_seed(1)
+        size = (batch, self.plan["length"] + 1)
+        tokens = torch.randint(self.shape.vocabulary, size, generator=generator).to(self.device)
+        if self.training is None:
+            return lambda: first_tokens(self.model, tokens[:, :-1])
+        training, given, targets = self.training, tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+        return lambda: training.step(given, targets, joined)
+
+    # --- variants ---
+
+    def variants(self, shipped_sizes: bool) -> list[Variant]:
+        """The baseline, nothing, and a group for each row of echo; with `shipped_sizes` small tensors stay exact."""
+        baseline, *rows = self.plan["rows"]
+        made = [Variant(baseline, self.alone.inner), Variant(NOTHING, None)]
+        for row in rows:
+            sizes: dict[str, Any] = {} if shipped_sizes or row.shipped else {"min_bytes": 0}
+            chosen = options.Options(**(sizes | row.changes))
+            group = dist.new_group(backend="echo", group_desc="tp", pg_options=chosen, timeout=_TIMEOUT)
+            made.append(Variant(row, group, chosen))
+        return made
+
+    def interleave(
+        self,
+        calls: list[Callable[[], Any]],
+        prepare: Callable[[], None],
+        warmup: int,
+        iterations: int,
+        what: str,
+        graphs: bool,
+    ) -> list[list[float]]:
+        """Seconds [calls][iterations] of the slowest rank: all calls in turn, first a different one each time. With
+        graphs a device's time, else from the call to its end on the host."""
+        clock = measure.DeviceClock() if graphs else measure.HostClock()
+        bar = Bar(what, warmup + iterations, enabled=self.rank == 0)
+        for iteration in range(warmup + iterations):
+            for turn in range(len(calls)):
+                index = (iteration + turn) % len(calls)
+                prepare()
+                self.alone.barrier()
+                clock.start(index)
+                calls[index]()
+                clock.stop()
+            bar.step()
+        bar.done()
+        measured = torch.tensor([clock.seconds(index)[warmup:] for index in range(len(calls))]).double()
+        dist.all_reduce(measured, op=dist.ReduceOp.MAX)
+        return [list(seconds) for seconds in measured.tolist()]
+
+    def measure_model(self, variants: list[Variant], batch: int, load: dict[str, Any]) -> list[results.Record]:
+        """The prefill or the step under one load."""
+        run, sums = self.pass_of(batch), self.shape.layers * (2 if self.training is None else 4)
+        sum_bytes = 2 * self.sum_elems(batch)
+
+        def with_sums_of(variant: Variant) -> Callable[[], None]:
+            def call() -> None:
+                self.sums.group = variant.group
+                run()
+
+            self._check(variant, call, sums if self._quantizes(variant, sum_bytes) else 0)
+            return call
+
+        phase = "prefill" if self.training is None else "step"
+        seconds = self.interleave(
+            [with_sums_of(variant) for variant in variants], lambda: None, 0, self.plan["iterations"],
+            f"{phase}, load {load['load']} %", graphs=False,
+        )  # fmt: skip
+        extra = load | {"phase": phase, "batch": batch, "sum_bytes": sum_bytes, "sums": sums}
+        return self._records(variants, seconds, extra)
+
+    def _check(self, variant: Variant, call: Callable[[], Any], expected: int) -> Any:
+        """Calls once. Raises RuntimeError unless that quantized as many sums as it is to: a row would mean nothing."""
+        before = variant.quantized()
+        made = call()
+        if (counted := variant.quantized() - before) != expected:
+            raise RuntimeError(f"{variant.row.name}: {counted} sums were quantized, {expected} are to be")
+        return made
+
+    def _quantizes(self, variant: Variant, sum_bytes: int) -> bool:
+        return variant.chosen is not None and sum_bytes >= variant.chosen.min_bytes
+
+    def measure_decoding(self, variants: list[Variant], batch: int, load: dict[str, Any]) -> list[results.Record]:
+        """One token of each of `batch` sequences under one load."""
+        cached = -(-self.plan["length"] // _CACHE_UNIT) * _CACHE_UNIT
+        decoding = Decoding(self.model, batch, cached, self.device)
+        graphs = self.device.type == "cuda" and not self.plan["shared_gpu"]
+        variants = [*variants, Variant(AGAIN, self.alone.inner)]
+        calls = [self._decoding_call(decoding, variant, graphs) for variant in variants]
+        iterations = self.plan["decode_iterations"]
+        title = f"decoding {batch}, load {load['load']} %"
+        seconds = self.interleave(calls, decoding.rewind, max(1, iterations // 10), iterations, title, graphs)
+        sum_bytes = 2 * batch * self.shape.width
+        extra = load | {"phase": "decode", "batch": batch, "sum_bytes": sum_bytes, "sums": 2 * self.shape.layers}
+        return self._records(variants, seconds, extra | {"cached": cached, "graph": graphs})
+
+    def _decoding_call(self, decoding: Decoding, variant: Variant, graphs: bool) -> Callable[[], Any]:
+        """What makes one step with the sums of a variant."""
+
+        def call() -> None:
+            self.sums.group = variant.group
+            decoding.step().cpu()
+
+        sum_bytes = 2 * decoding.token.numel() * self.shape.width
+        expected = 2 * self.shape.layers if self._quantizes(variant, sum_bytes) else 0
+        decoding.rewind()
+        if not graphs:
+            self._check(variant, call, expected)
+            return call
+        self.sums.group = variant.group
+        # Two steps in eager mode, and the recorded one, which is counted once.
+        replay: Callable[[], Any] = self._check(variant, decoding.record, 3 * expected)
+        return replay
+
+    def measure_alone(self, sizes: set[int], load: dict[str, Any]) -> list[results.Record]:
+        """The all-reduce by itself, as `bench allreduce` checks and times it."""
+        calls = self.plan["calls"]
+        settings = measure.Settings(
+            self.plan["device"], tuple(sorted(sizes)), self.plan["rows"], max(1, calls // 4), calls,
+            self.device.index, self.inner,
+        )  # fmt: skip
+        self.alone.settings = settings
+        made: list[results.Record] = []
+
+        def done(size: int, rows: list[results.Measured]) -> None:
+            variants = [Variant(row.row, None, row.options) for row in rows]
+            extra = load | {"phase": "alone", "batch": None, "sum_bytes": size, "sums": 1}
+            made.extend(self._records(variants, [row.seconds for row in rows], extra))
+
+        self.alone.measure("bfloat16", lambda _: None, lambda _: None, done)
+        return made
+
+    def _records(
+        self, variants: list[Variant], seconds: list[list[float]], extra: dict[str, Any]
+    ) -> list[results.Record]:
+        now = {"date": datetime.now(timezone.utc).isoformat(timespec="seconds")}
+        made = []
+        for variant, samples in zip(variants, seconds, strict=True):
+            row = {
+                "row": variant.row.name, "label": variant.row.label, "kind": variant.row.kind,
+                "options": results.plain_options(variant.chosen), "iterations": len(samples),
+                "mean_ms": 1e3 * sum(samples) / len(samples), "median_ms": 1e3 * results.percentile(samples, 0.5),
+                "p10_ms": 1e3 * results.percentile(samples, 0.1), "p90_ms": 1e3 * results.percentile(samples, 0.9),
+                "quantized": self._quantizes(variant, extra["sum_bytes"]),
+                "samples_ms": [round(1e3 * second, 5) for second in samples],
+            }  # fmt: skip
+            made.append(self.common | now | extra | row)
+        return made
+
+    # --- all of it ---
+
+    def set_load(self, duty: int) -> float:
+        """On all ranks from here on; returns GB/s since the last call, on rank 0."""
+        moved = self.load.set(duty) if self.load is not None else 0.0
+        dist.barrier()
+        return moved
+
+    def run(self) -> None:
+        batch = self.choose_batch()
+        if self.rank == 0:
+            print(f"{self.plan['shape']}: batch {batch}", flush=True)
+        variants = self.variants(shipped_sizes=False)
+        decoders = self.variants(shipped_sizes=True) if self.plan["decode"] else []
+        for duty in self.plan["loads"]:
+            load: dict[str, Any] = {"load": duty}
+            self.set_load(duty)
+            made = self.measure_alone({2 * self.sum_elems(batch), self.plan["fixed"]}, load)
+            self._free()
+            made += self.measure_model(variants, batch, load)
+            self._free()
+            for decoded in self.plan["decode"]:
+                made += self.measure_decoding(decoders, decoded, load)
+                self._free()
+            moved = self.set_load(0)
+            if self.rank == 0:
+                made = [record | {"load_gbps": moved} for record in made]
+                made = end_to_end_report.complete(made)
+                results.append(self.path, made)
+                print(f"load {duty} % measured", flush=True)
+
+    def _free(self) -> None:
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def close(self) -> None:
+        if self.load is not None:
+            self.load.close()
+        dist.destroy_process_group()
+
+
+def run(
+    rank: int, size: int, store_path: str | None, plan: dict[str, Any], path: str, local_rank: int | None = None
+) -> None:
+    """All that the plan names; rank 0 appends the records of each load once they are complete."""
+    bench = Rank(rank, size, store_path, plan, path, local_rank)
+    bench.run()
+    bench.close()
