@@ -45,7 +45,23 @@ class Variant:
     chosen: Any = None
 
     def quantized(self) -> int:
+        """Calls so far."""
         return int(report.stats(self.group)["calls_quantized"]) if self.chosen is not None else 0
+
+    def quantizes(self, sum_bytes: int, recorded: bool = False) -> bool:
+        """Whether sums of that size are to be quantized in the model; over the wire recorded ones are not."""
+        if self.chosen is None or sum_bytes < self.chosen.min_bytes:
+            return False
+        return not recorded or report.stats(self.group)["fabric"] == "peer"
+
+    def check(self, call: Callable[[], Any], expected: Callable[[], int]) -> Any:
+        """Calls once. Raises RuntimeError unless that quantized as many sums as is expected after it: else the row
+        means nothing."""
+        before = self.quantized()
+        made = call()
+        if (counted := self.quantized() - before) != expected():
+            raise RuntimeError(f"{self.row.name}: {counted} sums were quantized, {expected()} are to be")
+        return made
 
 
 class Rank:
@@ -175,7 +191,7 @@ class Rank:
                 self.sums.group = variant.group
                 run()
 
-            self._check(variant, call, sums if self._quantizes(variant, sum_bytes) else 0)
+            variant.check(call, lambda: sums * variant.quantizes(sum_bytes))
             return call
 
         phase = "prefill" if self.training is None else "step"
@@ -185,17 +201,6 @@ class Rank:
         )  # fmt: skip
         extra = load | {"phase": phase, "batch": batch, "sum_bytes": sum_bytes, "sums": sums}
         return self._records(variants, seconds, extra)
-
-    def _check(self, variant: Variant, call: Callable[[], Any], expected: int) -> Any:
-        """Calls once. Raises RuntimeError unless that quantized as many sums as it is to: a row would mean nothing."""
-        before = variant.quantized()
-        made = call()
-        if (counted := variant.quantized() - before) != expected:
-            raise RuntimeError(f"{variant.row.name}: {counted} sums were quantized, {expected} are to be")
-        return made
-
-    def _quantizes(self, variant: Variant, sum_bytes: int) -> bool:
-        return variant.chosen is not None and sum_bytes >= variant.chosen.min_bytes
 
     def measure_decoding(self, variants: list[Variant], batch: int, load: dict[str, Any]) -> list[results.Record]:
         """One token of each of `batch` sequences under one load."""
@@ -218,15 +223,17 @@ class Rank:
             self.sums.group = variant.group
             decoding.step().cpu()
 
-        sum_bytes = 2 * decoding.token.numel() * self.shape.width
-        expected = 2 * self.shape.layers if self._quantizes(variant, sum_bytes) else 0
+        sums, sum_bytes = 2 * self.shape.layers, 2 * decoding.token.numel() * self.shape.width
         decoding.rewind()
         if not graphs:
-            self._check(variant, call, expected)
+            variant.check(call, lambda: sums * variant.quantizes(sum_bytes))
             return call
         self.sums.group = variant.group
         # Two steps in eager mode, and the recorded one, which is counted once.
-        replay: Callable[[], Any] = self._check(variant, decoding.record, 3 * expected)
+        replay: Callable[[], Any] = variant.check(
+            decoding.record,
+            lambda: sums * (2 * variant.quantizes(sum_bytes) + variant.quantizes(sum_bytes, recorded=True)),
+        )
         return replay
 
     def measure_alone(self, sizes: set[int], load: dict[str, Any]) -> list[results.Record]:
@@ -258,7 +265,7 @@ class Rank:
                 "options": results.plain_options(variant.chosen), "iterations": len(samples),
                 "mean_ms": 1e3 * sum(samples) / len(samples), "median_ms": 1e3 * results.percentile(samples, 0.5),
                 "p10_ms": 1e3 * results.percentile(samples, 0.1), "p90_ms": 1e3 * results.percentile(samples, 0.9),
-                "quantized": self._quantizes(variant, extra["sum_bytes"]),
+                "quantized": variant.quantizes(extra["sum_bytes"], extra.get("graph", False)),
                 "samples_ms": [round(1e3 * second, 5) for second in samples],
             }  # fmt: skip
             made.append(self.common | now | extra | row)
