@@ -147,9 +147,11 @@ def verdicts(made: list[Record]) -> list[str]:
         if record["reached"] is None:
             continue
         met = "met" if record["reached"] >= LEAST_REACHED else "NOT met"
+        error = record["speedup_error"]
+        spread = "" if error is None else f" (+- {100 * error / (record['reachable'] - 1):.0f} %)"
         said.append(
             f"{record['shape']} {record['phase']}, load {record['load']} %, {record['row']}: "
-            f"{100 * record['reached']:.0f} % of the reachable gain, at least {100 * LEAST_REACHED:.0f} % {met}"
+            f"{100 * record['reached']:.0f} %{spread} of the reachable gain, at least {100 * LEAST_REACHED:.0f} % {met}"
         )
     for group in by([record for record in made if record["phase"] == "decode"], *_SAME_RUN, "load", "batch"):
         first, again = group[0], next(record["speedup"] for record in group if record["row"] == "again")
