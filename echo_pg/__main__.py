@@ -5,7 +5,7 @@ import sys
 from typing import Any
 
 from . import __version__, run
-from .bench import accuracy, allreduce, end_to_end, hooks, page, recompute, theory, train
+from .bench import accuracy, allreduce, end_to_end, hooks, page, recompute, tasks, theory, train
 
 BENCHES: dict[str, Any] = {
     "accuracy": accuracy,
@@ -14,6 +14,7 @@ BENCHES: dict[str, Any] = {
     "recompute": recompute,
     "report": page,
     "step": end_to_end.STEP,
+    "tasks": tasks,
     "theory": theory,
     "train": train,
     "ttft": end_to_end.TTFT,

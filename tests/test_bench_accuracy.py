@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny_model
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
+from tiny_model import LAYERS, WORDS
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -18,8 +20,6 @@ from echo_pg.__main__ import main
 from echo_pg.bench import accuracy, accuracy_results, accuracy_rows, results, scoring
 from echo_pg.bench.accuracy_rows import PLAIN, REFERENCE, ROWS, Row
 
-WORDS = 256
-LAYERS = 2
 OFF = Row("switched off", {"policy": "off"})
 
 
@@ -31,22 +31,8 @@ def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A model of random weights over bytes, large enough for quantization to tell, and two texts."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-
-    model, text = tmp_path_factory.mktemp("model"), tmp_path_factory.mktemp("text")
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE(vocab={word: i for i, word in enumerate(alphabet)}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(model)
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=WORDS, hidden_size=64, intermediate_size=128, num_hidden_layers=LAYERS, num_attention_heads=4,
-        num_key_value_heads=2, tie_word_embeddings=True, initializer_range=0.2, eos_token_id=0, bos_token_id=0,
-    )  # fmt: skip
-    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(model)
+    """A model and two texts."""
+    model, text = tiny_model.save(tmp_path_factory.mktemp("model")), tmp_path_factory.mktemp("text")
     for name, words in (("one", "the quick brown fox "), ("two", "jumps over a lazy dog, ")):
         (text / f"{name}.txt").write_text(words * 40)
     return model, text

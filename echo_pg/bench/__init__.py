@@ -7,6 +7,9 @@ allreduce: the all-reduce against what it replaces, checked and timed in one run
 accuracy: what it does to the predictions of a language model.
     text, smollm2 (what is read, by what) · accuracy_rows (options) · scoring (perplexity, divergence, greedy tokens) ·
     growth (site by site) · accuracy_run (one rank) · accuracy_results, accuracy_plot · accuracy (the command)
+tasks: what it does to the answers of a language model, asked by lm-evaluation-harness.
+    tasks_list (what is asked) · tasks_harness (by whom; alone imports it) · tasks_rank (one rank) · tasks_report
+    (comparisons, tables, plot) · tasks (the command)
 train, theory: whole trainings; errors against the paper's bounds.
     split (a model over ranks) · train_rank, theory_rank (what a rank does) · train_report, theory_report (tables and
     plots from records) · train, theory (the commands)

@@ -73,7 +73,7 @@ def main(chosen: argparse.Namespace) -> int:
             print("\n".join(f"{row.name:48} {', '.join(row.sets)}" for row in plan["rows"]))
             return 0
         launched = options.launched_ranks()
-        sizes = _sizes(chosen.ranks, launched)
+        sizes = group_sizes(chosen.ranks, launched)
         chosen.out.mkdir(parents=True, exist_ok=True)
         if not all((chosen.text / f"{name}.txt").is_file() for name in plan["texts"]):
             raise ValueError(f"--text {chosen.text} lacks {plan['texts']}: python -m echo_pg.bench.text {chosen.text}")
@@ -140,7 +140,8 @@ def make_plan(chosen: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def _sizes(text: str | None, launched: tuple[int, int, int] | None) -> tuple[int, ...]:
+def group_sizes(text: str | None, launched: tuple[int, int, int] | None) -> tuple[int, ...]:
+    """Of --ranks, or torchrun's. Raises ValueError for what cannot be split or contradicts it."""
     sizes = (launched[1],) if launched is not None else tuple(int(part) for part in (text or "2").split(","))
     if min(sizes) < 2 or (launched is not None and text is not None and text != str(launched[1])):
         raise ValueError(f"--ranks {text}: each at least 2 and, under torchrun, what it started")

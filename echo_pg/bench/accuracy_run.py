@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,9 @@ from .accuracy_results import Progress, append, key_of
 from .accuracy_rows import REFERENCE, Row
 from .text import digest
 
-_TIMEOUT = timedelta(minutes=10)
-_COUNTERS = ("calls_quantized", "bytes_quantized", "wire_bytes")
-_WARM_UP_TOKENS = 16
+TIMEOUT = timedelta(minutes=10)
+COUNTERS = ("calls_quantized", "bytes_quantized", "wire_bytes")
+WARM_UP_TOKENS = 16
 _GROWTH_TOKENS = 512  # of one window; diagnostics sum every site once more, in float64
 # Whose errors per site are told: the paper's residual at two gains, ours, and none.
 GROWTH_ROWS = (
@@ -85,13 +86,24 @@ def run_rank(rank: int, size: int, store_path: str | None, plan: dict[str, Any],
     progress.close()
 
 
-def _start(
-    rank: int, size: int, store_path: str | None, plan: dict[str, Any], local_rank: int
-) -> tuple[Session, dict[str, Any]]:
-    """Settles the device, meets the other ranks, prepares model and text; returns also what all records have in
-    common."""
+@dataclass(frozen=True)
+class Place:
+    """Where a rank runs, and the store at which it meets the others."""
+
+    store: Any
+    device: torch.device
+    gpus: int
+    threads: int
+
+    def shared(self, size: int) -> bool:
+        """Whether ranks share a GPU."""
+        return 0 < self.gpus < size
+
+
+def settle(rank: int, size: int, store_path: str | None, kind: str, local_rank: int) -> Place:
+    """Chooses the rank's device of the kind "cpu" or "cuda", and silences what frameworks say while loading."""
     options.set_unless_given("ECHO_LOG", "off")
-    on_gpu = plan["device"] == "cuda"
+    on_gpu = kind == "cuda"
     gpus = torch.cuda.device_count() if on_gpu else 0
     if on_gpu and not gpus:
         raise RuntimeError("--device cuda, but torch sees no GPU")
@@ -113,32 +125,36 @@ def _start(
         from torch.distributed.rendezvous import rendezvous
 
         store = next(iter(rendezvous("env://")))[0]
-    folder = _model_folder(Path(plan["model"]), rank, size, store)
+    return Place(store, device, gpus, threads)
+
+
+def _start(
+    rank: int, size: int, store_path: str | None, plan: dict[str, Any], local_rank: int
+) -> tuple[Session, dict[str, Any]]:
+    """Settles the device, meets the other ranks, prepares model and text; returns also what all records have in
+    common."""
+    place = settle(rank, size, store_path, plan["device"], local_rank)
+    folder = model_folder(Path(plan["model"]), rank, size, place.store)
     windows, prompts, texts = _read_texts(plan, smollm2.load_tokenizer(folder))
-    session = Session(plan, store, rank, size, device, on_gpu and gpus < size, folder, windows, prompts)
-    common = results.circumstances(plan["device"], threads, device.index)
+    session = Session(plan, place.store, rank, size, place.device, place.shared(size), folder, windows, prompts)
+    common = results.circumstances(plan["device"], place.threads, place.device.index)
     common["commit"] = plan["commit"] or common["commit"]
     fields = ("dtype", "length", "batch", "prompts", "prompt_tokens", "new_tokens")
-    common |= {"bench": "accuracy", "ranks": size, "gpus": gpus, "model": smollm2.describe(folder), "texts": texts}
-    common |= {name: plan[name] for name in fields} | {"transformers": _version_of_transformers()}
+    common |= {"bench": "accuracy", "ranks": size, "gpus": place.gpus}
+    common |= {"model": smollm2.describe(folder), "texts": texts}
+    common |= {name: plan[name] for name in fields} | {"transformers": version("transformers")}
     common["seed"] = None  # nothing is drawn: windows and prompts lie at equal distances
     return session, common
 
 
-def _version_of_transformers() -> str:
-    import transformers
-
-    return str(transformers.__version__)
-
-
-def _model_folder(given: Path, rank: int, size: int, store: Any) -> Path:
+def model_folder(given: Path, rank: int, size: int, store: Any) -> Path:
     """The model for `size` ranks; rank 0 converts it while the others wait."""
     if (given / "config.json").is_file():
         return given
     if rank == 0:
         smollm2.prepare_model(given, size)
         store.set("model is ready", "yes")
-    store.wait(["model is ready"], _TIMEOUT)
+    store.wait(["model is ready"], TIMEOUT)
     return smollm2.prepare_model(given, size)
 
 
@@ -212,13 +228,13 @@ def _measure(
         store=dist.PrefixStore(f"row-{session.groups_made}", session.store),
         rank=session.rank,
         world_size=session.size,
-        timeout=_TIMEOUT,
+        timeout=TIMEOUT,
     )
     say("loading")
     model = smollm2.load_model(session.folder, getattr(torch, session.plan["dtype"]))
     if row.name != REFERENCE:
         # Makes peer memory, and tells `early_sites` given as a share how many sites a pass has.
-        scoring.hidden_states(model, session.prompts[:1, : _WARM_UP_TOKENS + 1], 1, lambda: None)
+        scoring.hidden_states(model, session.prompts[:1, : WARM_UP_TOKENS + 1], 1, lambda: None)
     forwards, before = scoring.Forwards(model), report.stats(dist.group.WORLD)
     if part == "scores":
         found = _scores(session, model, row, reference, say)
@@ -228,8 +244,8 @@ def _measure(
         found = {"sites": growth.measure(model, next(iter(session.windows.values()))[:1, : _GROWTH_TOKENS + 1], chosen)}
     forwards.remove()
     after = report.stats(dist.group.WORLD)
-    counted = {name: after[name] - before[name] for name in _COUNTERS}
-    _check(row, chosen, forwards.site_bytes, 2 * model.config.num_hidden_layers, counted["calls_quantized"])
+    counted = {name: after[name] - before[name] for name in COUNTERS}
+    check(row.name, chosen, forwards.site_bytes, 2 * model.config.num_hidden_layers, counted["calls_quantized"])
     found |= counted | {"state_bytes": after["state_bytes"], "fabric": after["fabric"]}
     found |= {"row": row.name, "sets": list(row.sets), "plain": row.plain, "part": part}
     del model
@@ -238,12 +254,12 @@ def _measure(
     return found | {"options": results.plain_options(chosen), "forwards": len(forwards.site_bytes)}
 
 
-def _check(row: Row, chosen: Any, site_bytes: list[int], sites: int, quantized: int) -> None:
+def check(name: str, chosen: Any, site_bytes: list[int], sites: int, quantized: int) -> None:
     """Every site of every pass must have been quantized, where the options say so; else the row means nothing."""
     expected = 0 if chosen.policy == "off" else sum(sites for size in site_bytes if size >= chosen.min_bytes)
     if quantized != expected:
         raise RuntimeError(
-            f"{row.name}: {quantized} quantized all-reduces in {len(site_bytes)} forward passes, expected {expected}"
+            f"{name}: {quantized} quantized all-reduces in {len(site_bytes)} forward passes, expected {expected}"
         )
 
 

@@ -19,7 +19,17 @@ from pathlib import Path
 from typing import Any
 
 from .. import __version__
-from . import accuracy_plot, accuracy_results, end_to_end_report, plot, recompute, results, theory_report, train_report
+from . import (
+    accuracy_plot,
+    accuracy_results,
+    end_to_end_report,
+    plot,
+    recompute,
+    results,
+    tasks_report,
+    theory_report,
+    train_report,
+)
 
 Record = dict[str, Any]
 
@@ -64,6 +74,10 @@ def _train(made: list[Record], folder: Path, stem: str, draws: bool) -> Content:
     return Content([("training", train_report.text_of(made))], plots)
 
 
+def _tasks(made: list[Record], folder: Path, stem: str, draws: bool) -> Content:
+    return Content(tasks_report.tables(made), tasks_report.draw(made, folder, stem) if draws else [])
+
+
 def _theory(made: list[Record], folder: Path, stem: str, draws: bool) -> Content:
     plots = theory_report.draw(made, folder, stem) if draws else []
     return Content([("sums of errors and the paper's bounds", theory_report.text_of(made))], plots)
@@ -76,6 +90,7 @@ def _recompute(made: list[Record], _folder: Path, _stem: str, _draws: bool) -> C
 # In the order of the page.
 SECTIONS = (
     Section("accuracy", "Accuracy of a language model", _accuracy),
+    Section("tasks", "Answers of a language model", _tasks),
     Section("train", "Training from scratch", _train),
     Section("theory", "What the paper proves", _theory),
     Section("allreduce", "Time of one all-reduce", _allreduce),

@@ -170,7 +170,7 @@ def interleaved_to_halves(weight: np.ndarray, head_dim: int) -> np.ndarray:
     return weight.reshape(heads, head_dim // 2, 2, -1).swapaxes(1, 2).reshape(weight.shape)
 
 
-def load_model(folder: Path, dtype: torch.dtype) -> Any:
+def load_model(folder: Path | str, dtype: torch.dtype) -> Any:
     """The model split over the ranks of the process group that stands now; plain transformers, any backend."""
     from transformers import AutoModelForCausalLM
 
@@ -184,7 +184,7 @@ def load_model(folder: Path, dtype: torch.dtype) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **split).eval()
 
 
-def load_tokenizer(folder: Path) -> Any:
+def load_tokenizer(folder: Path | str) -> Any:
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(folder)
