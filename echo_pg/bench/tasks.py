@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--model", type=Path, metavar="DIR", help="a model's folder, or where to keep SmolLM2; default OUT"
     )
     parser.add_argument("--hub", default="", metavar="NAME", help="a model of the Hugging Face Hub instead")
-    parser.add_argument("--batch", type=int, default=16, help="requests per forward pass; default 16")
+    parser.add_argument("--batch", type=int, default=32, help="requests per forward pass; default 32")
     parser.add_argument("--fabric", choices=("auto", "peer", "wire"), default="auto")
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
     parser.add_argument("--commit", default="", help="what to record where the checkout has no git")
