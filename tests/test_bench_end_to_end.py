@@ -43,6 +43,7 @@ def test_first_tokens_from_end_to_end(tmp_path: Path, capfd: pytest.CaptureFixtu
         assert all(record["iterations"] == 3 and record["sums"] == 2 * LAYERS for record in prefill.values())
     assert made["prefill", 50, "gloo", own]["load_gbps"] > 0 == made["prefill", 0, "gloo", own]["load_gbps"]
     assert {"device_name", "torch", "transformers", "commit", "seed", "ranks", "load_what"} <= prefill["gloo"].keys()
+    assert len(made) == len(path.read_text().splitlines()), "one line of each once all is done"
     (plot,) = tmp_path.glob("*.png")
     assert plot.read_bytes().startswith(b"\x89PNG")
     told = capfd.readouterr().out
@@ -120,8 +121,9 @@ def test_decoding_sees_the_whole_cache() -> None:
 def record(phase: str, row: str, kind: str, *samples: float) -> dict[str, Any]:
     return {
         "phase": phase, "row": row, "kind": kind, "batch": None if phase == "alone" else 4, "sum_bytes": 1024,
-        "median_ms": sorted(samples)[len(samples) // 2], "mean_ms": sum(samples) / len(samples),
-        "samples_ms": list(samples),
+        "samples_ms": list(samples), "load": 0, "load_gbps": 0.0, "bench": "step", "shape": "tiny", "label": row,
+        "device": "cpu", "device_name": "D", "ranks": 2, "torch": "T", "transformers": "T", "echo": "E", "commit": "C",
+        "date": "today", "inner": "gloo", "load_what": "none", "length": 8, "sums": 8, "quantized": kind == "echo",
     }  # fmt: skip
 
 
@@ -131,7 +133,7 @@ def test_what_follows_from_times() -> None:
         record("step", "nccl", "inner", 9.0, 11.0, 10.0), record("step", "no-op", "nothing", 8.0, 8.0, 8.0),
         record("step", "echo4", "echo", 9.0, 11.0, 7.0),
     ]  # fmt: skip
-    whole = {(r["phase"], r["row"]): r for r in end_to_end_report.complete(made)}
+    whole = {(r["phase"], r["row"]): r for r in end_to_end_report.whole(made)}
     found = whole["step", "echo4"]
     assert found["share"] == pytest.approx(0.2) and found["r"] == 4.0 and found["bound"] == pytest.approx(1.25)
     assert found["reachable"] == pytest.approx(1 / 0.85)
@@ -141,8 +143,42 @@ def test_what_follows_from_times() -> None:
     assert whole["step", "no-op"]["reached"] is None and whole["step", "no-op"]["speedup"] == found["bound"]
 
     little = [r if r["row"] != "no-op" else record("step", "no-op", "nothing", 9.6, 9.6, 9.6) for r in made]
-    found = next(r for r in end_to_end_report.complete(little) if (r["phase"], r["row"]) == ("step", "echo4"))
+    found = next(r for r in end_to_end_report.whole(little) if (r["phase"], r["row"]) == ("step", "echo4"))
     assert found["share"] == pytest.approx(0.04) and found["reached"] is None, "a share under 5 % says nothing"
+
+
+def test_a_run_that_was_killed_is_shown_as_far_as_it_came(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    alone = [record("alone", "nccl", "inner", 4.0), record("alone", "echo4", "echo", 1.0)]
+    first, second = (
+        [
+            record("step", "nccl", "inner", a),
+            record("step", "no-op", "nothing", 8.0),
+            record("step", "echo4", "echo", b),
+        ]
+        for a, b in ((9.0, 9.0), (11.0, 7.0))
+    )
+    path = tmp_path / "killed.jsonl"
+    results.append(path, alone)
+    assert main(["bench", "step", "--report-only", str(path)]) == 0 and not list(tmp_path.glob("*.png"))
+    assert "all-reduce of 1.0 KiB alone" in capsys.readouterr().out
+    results.append(path, first + second)  # round by round
+    whole = {(r["phase"], r["row"]): r for r in end_to_end_report.whole(results.read(path, "step"))}
+    assert len(whole) == 5 and whole["step", "nccl"]["samples_ms"] == [9.0, 11.0]
+    assert whole["step", "nccl"]["mean_ms"] == 10.0 and whole["step", "echo4"]["iterations"] == 2
+    assert whole["step", "echo4"]["speedup"] == 10 / 8 and whole["step", "echo4"]["r"] == 4.0
+    end_to_end_report.complete_file(path, "step")
+    assert results.read(path, "step") == list(whole.values()) == end_to_end_report.whole(list(whole.values()))
+    other = [it | {"date": "tomorrow", "samples_ms": [1.0]} for it in first]
+    assert len(end_to_end_report.whole([*whole.values(), *other])) == 8, "runs are not mixed"
+
+
+def test_slower_is_what_chance_does_not_explain() -> None:
+    def slower(speedup: float, error: float | None, again: float) -> bool:
+        return end_to_end_report.slower({"speedup": speedup, "speedup_error": error}, again)
+
+    assert slower(0.97, 0.01, 1.01) and slower(0.9, None, 1.0)
+    assert not slower(0.97, 0.02, 1.0) and not slower(0.97, 0.001, 1.04) and not slower(0.97, 0.001, 0.96)
+    assert not slower(1.2, 0.001, 1.0)
 
 
 class OutOfMemory:

@@ -19,7 +19,8 @@ def save(folder: Path) -> Path:
     tokenizer = Tokenizer(models.BPE(vocab={word: i for i, word in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
+    end = dict.fromkeys(("bos_token", "eos_token", "pad_token"), alphabet[0])
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **end).save_pretrained(folder)
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=WORDS, hidden_size=64, intermediate_size=128, num_hidden_layers=LAYERS, num_attention_heads=4,

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import functools
-import importlib.util
 import sys
 from pathlib import Path
 from typing import Any
 
-from .. import build, options
+from .. import options
 from . import accuracy_results, accuracy_rows, launch, results
 
 _EPILOGUE = """\
@@ -89,17 +87,10 @@ def run(plan: dict[str, Any], sizes: tuple[int, ...], launched: tuple[int, int, 
 
     options.set_unless_given("ECHO_LOG", "off")  # the table says what was quantized
     path = Path(plan["path"])
-    for size in sizes:
-        if launched is not None:
-            rank, _, local_rank = launched
-            call = functools.partial(accuracy_run.run_rank, rank, size, None, plan, local_rank)
-        else:
-            call = functools.partial(launch.run_ranks, accuracy_run.run_rank, size, plan)
-        if code := launch.report("accuracy", size, path, call):
-            return code
-    if launched is not None and launched[0]:
-        return 0
-    return accuracy_results.show(results.read(path, "accuracy"), path, path.parent)
+    return launch.run_sizes(
+        "accuracy", accuracy_run.run_rank, sizes, launched, path, plan,
+        show=lambda: accuracy_results.show(results.read(path, "accuracy"), path, path.parent),
+    )  # fmt: skip
 
 
 def make_plan(chosen: argparse.Namespace) -> dict[str, Any]:
@@ -107,13 +98,9 @@ def make_plan(chosen: argparse.Namespace) -> dict[str, Any]:
     rows = accuracy_rows.choose(chosen.rows, chosen.sets)
     if chosen.list:
         return {"rows": rows}
-    if options.is_off():
-        raise ValueError("ECHO_OFF=1 is set: every row would be exact")
     if chosen.text is None:
         raise ValueError("--text is missing: a folder made by `python -m echo_pg.bench.text DIR`")
-    build.extension()
-    if importlib.util.find_spec("transformers") is None:
-        raise ValueError("transformers is missing. Get it with: pip install 'echo-pg[examples]'")
+    launch.require(transformers=True)
     numbers = {name: getattr(chosen, name) or value for name, value in _DEFAULTS[chosen.device].items()}
     numbers |= {name: getattr(chosen, name) for name in ("prompts", "prompt_tokens", "new_tokens")}
     for name, value in numbers.items():

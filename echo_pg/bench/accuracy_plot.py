@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from .accuracy_results import Record, growth_of, made_with_runs, only_in
+from .accuracy_results import SAME_RUN, Record, growth_of, only_in
 from .accuracy_rows import REFERENCE, ROWS, SETS
 from .results import by
 
@@ -18,7 +18,7 @@ def draw(made: list[Record], folder: Path, stem: str) -> list[Path]:
 
     matplotlib.use("Agg")
     paths = []
-    for number, run in enumerate(by(made_with_runs(made), "run")):
+    for number, run in enumerate(by(made, *SAME_RUN)):
         name = f"{stem}-p{run[0]['ranks']}" + (f"-{number}" if number else "")
         scores: dict[str, Record] = {}
         for record in run:

@@ -6,7 +6,6 @@ gap that is closed) is computed when a table is made, from records of the same c
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
 import sys
@@ -16,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from .accuracy_rows import PLAIN, REFERENCE, ROWS, SETS
-from .results import append, bus_factor, by, grid
+from .results import append, bus_factor, by, grid, key
 
 Record = dict[str, Any]
 # What must be equal for two records to belong to one table.
@@ -29,15 +28,9 @@ _GREEDY = ("prompts", "prompt_tokens", "new_tokens")
 __all__ = ["Progress", "append", "gap_closed", "key_of", "show", "tables"]
 
 
-def run_of(record: Record) -> str:
-    """Equal for records that may stand in one table."""
-    return json.dumps([record[name] for name in SAME_RUN], sort_keys=True)
-
-
 def key_of(record: Record) -> str:
     """Equal for records of one measurement: circumstances, row, part and options."""
-    names = ("row", "part", "options") + (_GREEDY if record["part"] == "greedy" else ())
-    return run_of(record) + json.dumps([record[name] for name in names], sort_keys=True)
+    return key(record, (*SAME_RUN, "row", "part", "options", *(_GREEDY if record["part"] == "greedy" else ())))
 
 
 # --- what is computed from several rows ---
@@ -92,7 +85,7 @@ def times_less(record: Record) -> float:
 def tables(made: list[Record]) -> list[tuple[str, str]]:
     """(title, text) of every set that has rows, of each run in `made`; then errors per site."""
     found = []
-    for run in by(made_with_runs(made), "run"):
+    for run in by(made, *SAME_RUN):
         scores = _unique(record for record in run if record["part"] == "scores")
         greedy = _unique(record for record in run if record["part"] == "greedy")
         for name in SETS:
@@ -111,10 +104,6 @@ def tables(made: list[Record]) -> list[tuple[str, str]]:
 def only_in(name: str) -> list[str]:
     """The rows that belong to one set alone; without any of them its table would say nothing new."""
     return [row.name for row in ROWS if row.sets == (name,)]
-
-
-def made_with_runs(made: list[Record]) -> list[Record]:
-    return [record | {"run": run_of(record)} for record in made]
 
 
 def _unique(records: Iterable[Record]) -> dict[str, Record]:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import functools
 import sys
 import time
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
 
-from .. import build, log, options
+from .. import log, options
 from . import cases, launch, plot, results
 
 _EPILOGUE = """\
@@ -61,22 +60,15 @@ def main(chosen: argparse.Namespace) -> int:
         return 2
     options.set_unless_given("ECHO_LOG", "off")  # the table says what was quantized
     path = out / f"allreduce-{chosen.device}-{datetime.now(timezone.utc):%Y%m%d-%H%M%S}.jsonl"
-    if launched is not None:
-        rank, size, local_rank = launched
-        _run_rank(rank, size, None, plan, str(path), local_rank)
-        return _show(results.read(path), path, out, tables=False) if rank == 0 else 0
-    for size in plan["ranks"]:
-        call = functools.partial(launch.run_ranks, _run_rank, size, plan, str(path))
-        if code := launch.report("allreduce", size, path, call):
-            return code
-    return _show(results.read(path), path, out, tables=False)
+    return launch.run_sizes(
+        "allreduce", _run_rank, plan["ranks"], launched, path, plan, str(path),
+        show=lambda: _show(results.read(path), path, out, tables=False),
+    )  # fmt: skip
 
 
 def _plan(chosen: argparse.Namespace, launched: tuple[int, int, int] | None) -> dict[str, Any]:
     """The arguments, checked: what every rank is told. Raises ValueError, naming value and limit."""
-    if options.is_off():
-        raise ValueError("ECHO_OFF=1 is set: every row would be exact")
-    build.extension()
+    launch.require()
     device = chosen.device
     most, why = _MOST_RANKS, "on one host"
     if device == "cuda":

@@ -4,14 +4,13 @@ and with other traffic on the links."""
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import sys
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from .. import build, options
+from .. import options
 from . import cases, end_to_end_report, launch, results
 from .cases import Row
 
@@ -26,7 +25,7 @@ reachable gain the model gets: (S - 1) / (reachable - 1).
 
 Loads are copies between neighbouring GPUs (on CPU in memory), made by another process for that share of the time.
 Decoding writes one token per sequence with a full cache; on GPUs of their own the step is a CUDA graph. There rows keep
-min_bytes as shipped. Two ranks may share a GPU for a trial: Gloo is then the exact backend, and nothing is recorded.
+min_bytes as shipped. Two ranks may share a GPU for a trial: Gloo is then the exact backend, and decoding needs no graph.
 """
 PAPER = Row(
     "paper", "the paper's method",
@@ -114,21 +113,10 @@ class Command:
             return 2
         now = f"{datetime.now(timezone.utc):%Y%m%d-%H%M%S}"
         path = chosen.out / f"{self.name}-{chosen.shape}-{chosen.device}-{now}.jsonl"
-        try:
-            if launched is not None:
-                rank, size, local_rank = launched
-                run_rank(rank, size, None, plan, str(path), local_rank)
-                if rank:
-                    return 0
-            else:
-                launch.run_ranks(run_rank, plan["ranks"], plan, str(path))
-        except launch.RankError as error:
-            print(f"\nbench {self.name} failed:\n{error}", file=sys.stderr)
-            return 1
-        except KeyboardInterrupt:
-            print(f"\ninterrupted; what was measured is in {path}", file=sys.stderr)
-            return 130
-        return end_to_end_report.show(results.read(path, self.name), path, chosen.out)
+        return launch.run_sizes(
+            self.name, run_rank, (plan["ranks"],), launched, path, plan, str(path),
+            show=lambda: end_to_end_report.show(results.read(path, self.name), path, chosen.out),
+        )  # fmt: skip
 
 
 TTFT, STEP = Command("ttft"), Command("step")
@@ -149,11 +137,7 @@ def run_rank(
 
 def make_plan(bench: str, chosen: argparse.Namespace, launched: tuple[int, int, int] | None) -> dict[str, Any]:
     """The arguments, checked: what every rank is told. Raises ValueError, naming value and limit."""
-    if options.is_off():
-        raise ValueError("ECHO_OFF=1 is set: every row would be exact")
-    build.extension()
-    if importlib.util.find_spec("transformers") is None:
-        raise ValueError("transformers is missing. Get it with: pip install 'echo-pg[examples]'")
+    launch.require(transformers=True)
     ranks = chosen.ranks or (launched[1] if launched is not None else 2)
     if launched is not None and ranks != launched[1]:
         raise ValueError(f"torchrun started {launched[1]} rank(s), --ranks is {ranks}")
@@ -175,7 +159,7 @@ def make_plan(bench: str, chosen: argparse.Namespace, launched: tuple[int, int, 
         "shape": chosen.shape,
         "model": shape,
         "ranks": ranks,
-        "shared_gpu": chosen.device == "cuda" and _gpus() < ranks and launched is None,
+        "shared_gpu": chosen.device == "cuda" and launch.gpus() < ranks and launched is None,
         "rows": choose_rows(chosen.device, chosen.rows),
         "loads": loads,
         "decode": _numbers("--decode", defaults["decode"] if decode is None else decode, 1_000_000),
@@ -202,12 +186,3 @@ def _numbers(name: str, text: str, most: int) -> tuple[int, ...]:
     if not all(part.isdecimal() and int(part) <= most for part in parts):
         raise ValueError(f"{name} {text!r} must be numbers up to {most} with commas")
     return tuple(sorted({int(part) for part in parts}))
-
-
-def _gpus() -> int:
-    import torch
-
-    found = torch.cuda.device_count()
-    if not found:
-        raise ValueError("--device cuda: torch sees no GPU")
-    return found

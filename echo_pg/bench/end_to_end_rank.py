@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import gc
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import datetime, timedelta, timezone
+from datetime import timedelta
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -70,7 +71,7 @@ class Rank:
     def __init__(
         self, rank: int, size: int, store_path: str | None, plan: dict[str, Any], path: str, local_rank: int | None
     ) -> None:
-        self.rank, self.size, self.plan, self.path = rank, size, plan, Path(path)
+        self.rank, self.size, self.plan, self.path, self.began = rank, size, plan, Path(path), time.monotonic()
         on_gpu = plan["device"] == "cuda"
         index = (rank if local_rank is None else local_rank) % max(1, torch.cuda.device_count()) if on_gpu else None
         self.device = torch.device("cuda", index) if index is not None else torch.device("cpu")
@@ -155,34 +156,26 @@ class Rank:
         return made
 
     def interleave(
-        self,
-        calls: list[Callable[[], Any]],
-        prepare: Callable[[], None],
-        warmup: int,
-        iterations: int,
-        what: str,
-        graphs: bool,
+        self, calls: list[Callable[[], Any]], prepare: Callable[[], None], rounds: range, bar: Bar, graphs: bool
     ) -> list[list[float]]:
-        """Seconds [calls][iterations] of the slowest rank: all calls in turn, first a different one each time. With
-        graphs a device's time, else from the call to its end on the host."""
+        """Seconds [calls][rounds] of the slowest rank: all calls in turn, in each round first another one. With graphs
+        a device's time, else from the call to its end on the host."""
         clock = measure.DeviceClock() if graphs else measure.HostClock()
-        bar = Bar(what, warmup + iterations, enabled=self.rank == 0)
-        for iteration in range(warmup + iterations):
+        for number in rounds:
             for turn in range(len(calls)):
-                index = (iteration + turn) % len(calls)
+                index = (number + turn) % len(calls)
                 prepare()
                 self.alone.barrier()
                 clock.start(index)
                 calls[index]()
                 clock.stop()
             bar.step()
-        bar.done()
-        measured = torch.tensor([clock.seconds(index)[warmup:] for index in range(len(calls))]).double()
+        measured = torch.tensor([clock.seconds(index) for index in range(len(calls))]).double()
         dist.all_reduce(measured, op=dist.ReduceOp.MAX)
         return [list(seconds) for seconds in measured.tolist()]
 
-    def measure_model(self, variants: list[Variant], batch: int, load: dict[str, Any]) -> list[results.Record]:
-        """The prefill or the step under one load."""
+    def measure_model(self, variants: list[Variant], batch: int, duty: int) -> None:
+        """The prefill or the step under one load; recorded round by round, because a round may take half a minute."""
         run, sums = self.pass_of(batch), self.shape.layers * (2 if self.training is None else 4)
         sum_bytes = 2 * self.sum_elems(batch)
 
@@ -194,15 +187,17 @@ class Rank:
             variant.check(call, lambda: sums * variant.quantizes(sum_bytes))
             return call
 
-        phase = "prefill" if self.training is None else "step"
-        seconds = self.interleave(
-            [with_sums_of(variant) for variant in variants], lambda: None, 0, self.plan["iterations"],
-            f"{phase}, load {load['load']} %", graphs=False,
-        )  # fmt: skip
-        extra = load | {"phase": phase, "batch": batch, "sum_bytes": sum_bytes, "sums": sums}
-        return self._records(variants, seconds, extra)
+        phase, iterations = "prefill" if self.training is None else "step", self.plan["iterations"]
+        extra = {"load": duty, "phase": phase, "batch": batch, "sum_bytes": sum_bytes, "sums": sums}
+        calls = [with_sums_of(variant) for variant in variants]
+        bar = Bar(f"{phase}, load {duty} %", iterations, enabled=self.rank == 0)
+        self.set_load(duty)
+        for number in range(iterations):
+            seconds = self.interleave(calls, lambda: None, range(number, number + 1), bar, graphs=False)
+            self._record(variants, seconds, extra)
+        bar.done()
 
-    def measure_decoding(self, variants: list[Variant], batch: int, load: dict[str, Any]) -> list[results.Record]:
+    def measure_decoding(self, variants: list[Variant], batch: int, duty: int) -> None:
         """One token of each of `batch` sequences under one load."""
         cached = -(-self.plan["length"] // _CACHE_UNIT) * _CACHE_UNIT
         decoding = Decoding(self.model, batch, cached, self.device)
@@ -210,11 +205,15 @@ class Rank:
         variants = [*variants, Variant(AGAIN, self.alone.inner)]
         calls = [self._decoding_call(decoding, variant, graphs) for variant in variants]
         iterations = self.plan["decode_iterations"]
-        title = f"decoding {batch}, load {load['load']} %"
-        seconds = self.interleave(calls, decoding.rewind, max(1, iterations // 10), iterations, title, graphs)
-        sum_bytes = 2 * batch * self.shape.width
-        extra = load | {"phase": "decode", "batch": batch, "sum_bytes": sum_bytes, "sums": 2 * self.shape.layers}
-        return self._records(variants, seconds, extra | {"cached": cached, "graph": graphs})
+        warmup = max(1, iterations // 10)
+        bar = Bar(f"decoding {batch}, load {duty} %", warmup + iterations, enabled=self.rank == 0)
+        self.interleave(calls, decoding.rewind, range(warmup), bar, graphs)
+        self.set_load(duty)
+        seconds = self.interleave(calls, decoding.rewind, range(iterations), bar, graphs)
+        bar.done()
+        extra = {"load": duty, "phase": "decode", "batch": batch, "sum_bytes": 2 * batch * self.shape.width}
+        extra |= {"sums": 2 * self.shape.layers, "cached": cached, "graph": graphs}
+        self._record(variants, seconds, extra)
 
     def _decoding_call(self, decoding: Decoding, variant: Variant, graphs: bool) -> Callable[[], Any]:
         """What makes one step with the sums of a variant."""
@@ -236,7 +235,7 @@ class Rank:
         )
         return replay
 
-    def measure_alone(self, sizes: set[int], load: dict[str, Any]) -> list[results.Record]:
+    def measure_alone(self, sizes: set[int], duty: int) -> None:
         """The all-reduce by itself, as `bench allreduce` checks and times it."""
         calls = self.plan["calls"]
         settings = measure.Settings(
@@ -244,63 +243,59 @@ class Rank:
             self.device.index, self.inner,
         )  # fmt: skip
         self.alone.settings = settings
-        made: list[results.Record] = []
 
         def done(size: int, rows: list[results.Measured]) -> None:
             variants = [Variant(row.row, None, row.options) for row in rows]
-            extra = load | {"phase": "alone", "batch": None, "sum_bytes": size, "sums": 1}
-            made.extend(self._records(variants, [row.seconds for row in rows], extra))
+            extra = {"load": duty, "phase": "alone", "batch": None, "sum_bytes": size, "sums": 1}
+            self._record(variants, [row.seconds for row in rows], extra)
 
+        self.set_load(duty)
         self.alone.measure("bfloat16", lambda _: None, lambda _: None, done)
-        return made
 
-    def _records(
-        self, variants: list[Variant], seconds: list[list[float]], extra: dict[str, Any]
-    ) -> list[results.Record]:
-        now = {"date": datetime.now(timezone.utc).isoformat(timespec="seconds")}
+    def _record(self, variants: list[Variant], seconds: list[list[float]], extra: dict[str, Any]) -> None:
+        """Appends what was measured, so that it outlives this process: without what only all of it together tells."""
+        extra |= {"load_gbps": self.set_load(extra["load"])}
+        if self.rank:
+            return
         made = []
         for variant, samples in zip(variants, seconds, strict=True):
             row = {
                 "row": variant.row.name, "label": variant.row.label, "kind": variant.row.kind,
-                "options": results.plain_options(variant.chosen), "iterations": len(samples),
-                "mean_ms": 1e3 * sum(samples) / len(samples), "median_ms": 1e3 * results.percentile(samples, 0.5),
-                "p10_ms": 1e3 * results.percentile(samples, 0.1), "p90_ms": 1e3 * results.percentile(samples, 0.9),
+                "options": results.plain_options(variant.chosen),
                 "quantized": variant.quantizes(extra["sum_bytes"], extra.get("graph", False)),
                 "samples_ms": [round(1e3 * second, 5) for second in samples],
             }  # fmt: skip
-            made.append(self.common | now | extra | row)
-        return made
+            made.append(self.common | extra | row)
+        results.append(self.path, made)
 
     # --- all of it ---
 
     def set_load(self, duty: int) -> float:
-        """On all ranks from here on; returns GB/s since the last call, on rank 0."""
+        """On all ranks from here on; returns GB/s since the last call, on the first rank."""
         moved = self.load.set(duty) if self.load is not None else 0.0
         dist.barrier()
         return moved
 
     def run(self) -> None:
         batch = self.choose_batch()
-        if self.rank == 0:
-            print(f"{self.plan['shape']}: batch {batch}", flush=True)
+        self._say(f"{self.plan['shape']}: batch {batch}")
         variants = self.variants(shipped_sizes=False)
         decoders = self.variants(shipped_sizes=True) if self.plan["decode"] else []
         for duty in self.plan["loads"]:
-            load: dict[str, Any] = {"load": duty}
-            self.set_load(duty)
-            made = self.measure_alone({2 * self.sum_elems(batch), self.plan["fixed"]}, load)
+            self.measure_alone({2 * self.sum_elems(batch), self.plan["fixed"]}, duty)
             self._free()
-            made += self.measure_model(variants, batch, load)
+            self.measure_model(variants, batch, duty)
             self._free()
             for decoded in self.plan["decode"]:
-                made += self.measure_decoding(decoders, decoded, load)
+                self.measure_decoding(decoders, decoded, duty)
                 self._free()
-            moved = self.set_load(0)
-            if self.rank == 0:
-                made = [record | {"load_gbps": moved} for record in made]
-                made = end_to_end_report.complete(made)
-                results.append(self.path, made)
-                print(f"load {duty} % measured", flush=True)
+            self._say(f"load {duty} % measured")
+        if self.rank == 0:
+            end_to_end_report.complete_file(self.path, self.plan["bench"])
+
+    def _say(self, what: str) -> None:
+        if self.rank == 0:
+            print(f"{what} ({time.monotonic() - self.began:.0f} s)", flush=True)
 
     def _free(self) -> None:
         gc.collect()
@@ -316,7 +311,7 @@ class Rank:
 def run(
     rank: int, size: int, store_path: str | None, plan: dict[str, Any], path: str, local_rank: int | None = None
 ) -> None:
-    """All that the plan names; rank 0 appends the records of each load once they are complete."""
+    """All that the plan names; the first rank appends records while they are made, and at last completes them."""
     bench = Rank(rank, size, store_path, plan, path, local_rank)
     bench.run()
     bench.close()

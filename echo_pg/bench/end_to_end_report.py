@@ -18,7 +18,36 @@ _TITLES = {
     "decode": "one token per sequence",
     "alone": "all-reduce",
 }
-_SAME_RUN = ("shape", "ranks", "device_name", "length", "commit")
+# A run is told by its date: rows are compared where they were timed in turn, and nowhere else.
+_SAME_RUN = (
+    "date", "shape", "model", "ranks", "device_name", "length", "torch", "transformers", "commit", "variables",
+)  # fmt: skip
+_SAME_ROW = (*_SAME_RUN, "load", "phase", "batch", "sum_bytes", "row")
+
+
+def whole(made: list[Record]) -> list[Record]:
+    """One record of each row, phase, size and load: samples joined, and all that follows from them. The same again for
+    what is whole already."""
+    joined = [_joined(group) for group in by(made, *_SAME_ROW)]
+    return [record for group in by(joined, *_SAME_RUN, "load") for record in complete(group)]
+
+
+def complete_file(path: Path, bench: str) -> None:
+    """Write the records of a run anew, whole; a reader never sees part of them."""
+    new = path.with_suffix(".new")
+    new.unlink(missing_ok=True)
+    results.append(new, whole(results.read(path, bench)))
+    new.replace(path)
+
+
+def _joined(group: list[Record]) -> Record:
+    samples = [sample for record in group for sample in record["samples_ms"]]
+    moved = statistics.fmean(record["load_gbps"] for record in group)
+    shares = {"median_ms": 0.5, "p10_ms": 0.1, "p90_ms": 0.9}
+    told = {name: results.percentile(samples, share) for name, share in shares.items()}
+    return group[0] | {
+        "samples_ms": samples, "iterations": len(samples), "mean_ms": statistics.fmean(samples), "load_gbps": moved
+    } | told  # fmt: skip
 
 
 def time_of(record: Record) -> float:
@@ -37,8 +66,8 @@ def reachable(share: float, ratio: float) -> float:
 
 
 def complete(made: list[Record]) -> list[Record]:
-    """Records of one run under one load with what follows from them together. speedup: over the exact backend, with its
-    standard error over iterations; r: that of the all-reduce alone at the model's size (None where it was not
+    """Joined records of one run under one load with what follows from them together. speedup: over the exact backend,
+    with its standard error over iterations; r: that of the all-reduce alone at the model's size (None where it was not
     measured); share, reachable, bound, reached."""
     alone = {(record["row"], record["sum_bytes"]): record for record in made if record["phase"] == "alone"}
     whole = []
@@ -63,7 +92,7 @@ def complete(made: list[Record]) -> list[Record]:
 
 def _standard_error(baseline: list[float], own: list[float]) -> float | None:
     """Of the mean of what neighbours in time give."""
-    ratios = [one / other for one, other in zip(baseline, own, strict=True)]
+    ratios = [one / other for one, other in zip(baseline, own, strict=False)]  # fewer where a run was killed
     return statistics.stdev(ratios) / len(ratios) ** 0.5 if len(ratios) > 1 else None
 
 
@@ -155,12 +184,22 @@ def verdicts(made: list[Record]) -> list[str]:
         )
     for group in by([record for record in made if record["phase"] == "decode"], *_SAME_RUN, "load", "batch"):
         first, again = group[0], next(record["speedup"] for record in group if record["row"] == "again")
-        speeds = ", ".join(f"{r['row']} {r['speedup']:.3f}" for r in group if r["kind"] == "echo")
+        speeds = ", ".join(
+            f"{r['row']} {r['speedup']:.3f}" + (" SLOWER" if slower(r, again) else "")
+            for r in group
+            if r["kind"] == "echo"
+        )
         said.append(
             f"{first['shape']} decoding {first['batch']}, load {first['load']} %: times the exact backend's speed: "
             f"{speeds}; itself, a second time: {again:.3f}"
         )
     return said
+
+
+def slower(record: Record, again: float) -> bool:
+    """Whether a row is slower than the exact backend by more than that one differs from itself (again: its speed the
+    second time) and by more than two standard errors."""
+    return 1 - record["speedup"] > max(abs(1 - again), 2 * (record["speedup_error"] or 0.0))
 
 
 def header(record: Record) -> str:
@@ -172,35 +211,33 @@ def header(record: Record) -> str:
 
 
 def show(made: list[Record], path: Path, out: Path) -> int:
+    """All tables and plots of a file, of a run that was ended too soon as well."""
+    made = whole(made)
     print(f"\n{header(made[0])}\n\n{tables_of(made)}\n")
     print("\n".join(verdicts(made)))
     print(f"\n{path}")
-    if problem := plot.why_not():
-        print(problem)
-        return 0
-    for drawn in draw(made, out, path.stem):
-        print(drawn)
-    return 0
+    return plot.show(draw, made, out, path.stem)
 
 
 def draw(made: list[Record], folder: Path, stem: str) -> list[Path]:
-    """For each shape `folder`/`stem`-SHAPE-pRANKS.png. Left: speed-up against load, with what is reachable; right: how
-    loads slow the fixed all-reduce down. Needs matplotlib."""
+    """For each run whose model was timed `folder`/`stem`-SHAPE-N.png. Left: speed-up against load, with what is
+    reachable; right: how loads slow the fixed all-reduce down. Needs matplotlib."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    folder.mkdir(parents=True, exist_ok=True)
     paths = []
-    for run in by(made, *_SAME_RUN):
-        whole = [record for record in run if record["phase"] in ("prefill", "step")]
+    for number, run in enumerate(by(whole(made), *_SAME_RUN)):
+        model = [record for record in run if record["phase"] in ("prefill", "step")]
+        if not model:
+            continue
         alone = [record for record in run if record["phase"] == "alone"]
         largest = max(record["sum_bytes"] for record in alone)
         figure, (left, right) = pyplot.subplots(1, 2, figsize=(13, 5), constrained_layout=True)
-        _draw_speedups(left, whole)
+        _draw_speedups(left, model)
         _draw_times(right, [record for record in alone if record["sum_bytes"] == largest])
-        first = whole[0]
+        first = model[0]
         left.set_title(
             f"{_TITLES[first['phase']]}, {first['batch']} x {first['length']} tokens", fontsize=10, loc="left"
         )
@@ -212,7 +249,7 @@ def draw(made: list[Record], folder: Path, stem: str) -> list[Path]:
             axis.spines[["top", "right"]].set_visible(False)
             axis.legend(fontsize=9, frameon=False)
         figure.suptitle(f"{first['shape']}, {first['ranks']} ranks, {first['device_name']}, torch {first['torch']}")
-        paths.append(folder / f"{stem}-{first['shape']}-p{first['ranks']}.png")
+        paths.append(folder / f"{stem}-{first['shape']}-{number}.png")
         figure.savefig(paths[-1], dpi=130)
         pyplot.close(figure)
     return paths

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import importlib.util
 import multiprocessing
 import os
 import sys
@@ -9,12 +11,12 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from .. import options
+from .. import build, options
 
 # How long other ranks may take to say what they saw of a failure: the first report is often only "the peer is gone".
 _GRACE_S = 3.0
@@ -36,6 +38,47 @@ def report(bench: str, size: int, path: Path, run: Callable[[], None]) -> int:
         print(f"\ninterrupted; what was measured is in {path}", file=sys.stderr)
         return 130
     return 0
+
+
+def require(transformers: bool = False) -> None:
+    """Raises ValueError or ImportError for what no row can be measured with or without."""
+    if options.is_off():
+        raise ValueError("ECHO_OFF=1 is set: every row would be exact")
+    build.extension()
+    if transformers and importlib.util.find_spec("transformers") is None:
+        raise ValueError("transformers is missing. Get it with: pip install 'echo-pg[examples]'")
+
+
+def gpus() -> int:
+    """Their number. Raises ValueError if torch sees none."""
+    import torch
+
+    found = torch.cuda.device_count()
+    if not found:
+        raise ValueError("--device cuda: torch sees no GPU")
+    return found
+
+
+def run_sizes(
+    bench: str,
+    function: Callable[..., None],
+    sizes: Iterable[int],
+    launched: tuple[int, int, int] | None,
+    path: Path,
+    *args: Any,
+    show: Callable[[], int],
+) -> int:
+    """function(rank, size, store_path, *args) in processes of this host, with each number of ranks; where torchrun has
+    launched this process as (rank, size, local rank), function(rank, size, None, *args, local rank) once. Then the
+    first rank's show(). The command's exit code, as `report` gives it."""
+    for size in sizes if launched is None else (launched[1],):
+        if launched is None:
+            call = functools.partial(run_ranks, function, size, *args)
+        else:
+            call = functools.partial(function, launched[0], size, None, *args, launched[2])
+        if code := report(bench, size, path, call):
+            return code
+    return show() if launched is None or launched[0] == 0 else 0
 
 
 def run_ranks(function: Callable[..., None], size: int, *args: Any) -> None:

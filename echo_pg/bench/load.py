@@ -28,12 +28,18 @@ class Load:
     def __init__(self, device: str, gpus: int) -> None:
         command = [sys.executable, "-m", "echo_pg.bench.load", device, str(gpus)]
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        self.what = self._answer()
+        self._what = ""
+
+    @property
+    def what(self) -> str:
+        """What it copies; known once it has started, which takes as long as to import torch."""
+        self._what = self._what or self._answer()
+        return self._what
 
     def set(self, duty: int) -> float:
         """Copy for `duty` percent of the time from now on; returns what was moved since the last call, in GB/s of each
         GPU in each direction (of memory, on CPU). Raises RuntimeError where the process is gone."""
-        assert self.process.stdin is not None
+        assert self.process.stdin is not None and self.what
         try:
             self.process.stdin.write(f"{duty}\n")
             self.process.stdin.flush()

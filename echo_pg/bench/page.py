@@ -64,6 +64,7 @@ def _allreduce(made: list[Record], folder: Path, stem: str, draws: bool) -> Cont
 
 
 def _end_to_end(made: list[Record], folder: Path, stem: str, draws: bool) -> Content:
+    made = end_to_end_report.whole(made)
     tables = [("machine", end_to_end_report.header(made[0])), *end_to_end_report.tables(made)]
     tables.append(("what is reached", "\n".join(end_to_end_report.verdicts(made))))
     return Content(tables, end_to_end_report.draw(made, folder, stem) if draws else [])

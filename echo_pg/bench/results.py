@@ -274,7 +274,7 @@ def grid(lines: list[list[str]]) -> str:
 
 def by(made: list[Record], *keys: str) -> list[list[Record]]:
     """Grouped by the values of keys, in order of appearance."""
-    groups: dict[tuple[Any, ...], list[Record]] = {}
+    groups: dict[str, list[Record]] = {}
     for record in made:
-        groups.setdefault(tuple(record[key] for key in keys), []).append(record)
+        groups.setdefault(key(record, keys), []).append(record)
     return list(groups.values())

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import sys
 from pathlib import Path
 from typing import Any
 
-from .. import build, options
+from .. import options
 from . import accuracy, accuracy_rows, launch, results, tasks_harness, tasks_list, tasks_report
 
 _EPILOGUE = """\
@@ -84,22 +83,10 @@ def run(plan: dict[str, Any], sizes: tuple[int, ...], launched: tuple[int, int, 
 
     options.set_unless_given("ECHO_LOG", "off")  # the table says what was quantized
     path = Path(plan["path"])
-    for size in sizes:
-        try:
-            if launched is not None:
-                rank, _, local_rank = launched
-                tasks_rank.run_rank(rank, size, None, plan, local_rank)
-                if rank:
-                    return 0
-            else:
-                launch.run_ranks(tasks_rank.run_rank, size, plan)
-        except launch.RankError as error:
-            print(f"\nbench tasks failed with {size} ranks:\n{error}", file=sys.stderr)
-            return 1
-        except KeyboardInterrupt:
-            print(f"\ninterrupted; what was measured is in {path}", file=sys.stderr)
-            return 130
-    return tasks_report.show(results.read(path, "tasks"), path, path.parent)
+    return launch.run_sizes(
+        "tasks", tasks_rank.run_rank, sizes, launched, path, plan,
+        show=lambda: tasks_report.show(results.read(path, "tasks"), path, path.parent),
+    )  # fmt: skip
 
 
 def make_plan(chosen: argparse.Namespace) -> dict[str, Any]:
@@ -134,11 +121,7 @@ def make_plan(chosen: argparse.Namespace) -> dict[str, Any]:
 
 def require(plan: dict[str, Any]) -> None:
     """Raises ValueError or ImportError for what is missing."""
-    if options.is_off():
-        raise ValueError("ECHO_OFF=1 is set: every row would be exact")
-    build.extension()
-    if importlib.util.find_spec("transformers") is None:
-        raise ValueError("transformers is missing. Get it with: pip install 'echo-pg[examples]'")
+    launch.require(transformers=True)
     if problem := tasks_harness.why_not():
         raise ValueError(problem)
     path = Path(plan["text"]) / f"{plan['text_name']}.txt"

@@ -18,7 +18,7 @@ from . import accuracy, accuracy_run, results, scoring, smollm2, tasks_harness
 from .accuracy_results import Progress
 from .accuracy_rows import REFERENCE, Row
 from .tasks_list import Task
-from .tasks_report import key_of, read_if_there
+from .tasks_report import key_of
 from .text import digest
 
 
@@ -106,7 +106,7 @@ def _agree_on_todo(session: Session, common: dict[str, Any]) -> dict[str, list[s
     there."""
     key = f"todo {session.size}"
     if session.rank == 0:
-        there = {key_of(record) for record in read_if_there(Path(session.plan["path"]))}
+        there = {key_of(record) for record in results.read_if_there(Path(session.plan["path"]), "tasks")}
         todo: dict[str, list[str]] = {}
         for row in session.plan["rows"]:
             about = common | _about(session, row)[0]
@@ -123,7 +123,7 @@ def _about(session: Session, row: Row) -> tuple[dict[str, Any], Any]:
     if row.name == REFERENCE:
         return about | {"backend": session.plan["exact"] or _exact(session), "options": None}, None
     chosen = accuracy.row_options(row, session.plan, session.place.shared(session.size))
-    return about | {"backend": "echo", "options": accuracy.options_in_full(chosen)}, chosen
+    return about | {"backend": "echo", "options": results.plain_options(chosen)}, chosen
 
 
 def _exact(session: Session) -> str:

@@ -6,13 +6,12 @@ computed when a table is made, from records of the same circumstances.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from . import results
+from . import plot, results
 from .accuracy_rows import REFERENCE
 from .results import by, grid
 
@@ -23,21 +22,11 @@ SAME_RUN = (
     "device", "device_name", "gpus", "ranks", "dtype", "batch", "limit", "model", "texts", "torch", "transformers",
     "lm_eval", "datasets", "seed", "source", "commit", "variables",
 )  # fmt: skip
-_COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#999999")
-
-
-def run_of(record: Record) -> str:
-    """Equal for records that may stand in one table."""
-    return json.dumps([record.get(name) for name in SAME_RUN], sort_keys=True)
 
 
 def key_of(record: Record) -> str:
     """Equal for records of one measurement: circumstances, row, task and options."""
-    return run_of(record) + json.dumps([record[name] for name in ("row", "task", "backend", "options")], sort_keys=True)
-
-
-def read_if_there(path: Path) -> list[Record]:
-    return results.read(path, "tasks") if path.exists() else []
+    return results.key(record, (*SAME_RUN, "row", "task", "backend", "options"))
 
 
 # --- what compares two rows ---
@@ -77,7 +66,7 @@ def paired(lost: int, won: int) -> float:
 def tables(made: list[Record]) -> list[tuple[str, str]]:
     """(title, text) for every run in `made`: accuracies in short, then every task."""
     found = []
-    for run in by([record | {"run": run_of(record)} for record in made], "run"):
+    for run in by(made, *SAME_RUN):
         found.append((heading(run[0]), summary(run)))
         found += [(f"{group[0]['task']}, {_shots(group[0])}", table(group)) for group in by(run, "task")]
     return found
@@ -172,8 +161,6 @@ def _level(p: float) -> str:
 
 def show(made: list[Record], path: Path, out: Path) -> int:
     """All tables and the plot of a file."""
-    from . import plot
-
     for title, text in tables(made):
         print(f"\n{title}\n{text}")
     print(
@@ -181,12 +168,7 @@ def show(made: list[Record], path: Path, out: Path) -> int:
         "p paired: exact McNemar's test over the same documents; lost, won: documents that 16 bits alone, and this\n"
         f"row alone, has right; plain: the same bits without feedback or rotation\n{path}"
     )
-    if problem := plot.why_not():
-        print(problem)
-        return 0
-    for drawn in draw(made, out, path.stem):
-        print(drawn)
-    return 0
+    return plot.show(draw, made, out, path.stem)
 
 
 # --- plot ---
@@ -195,7 +177,7 @@ def show(made: list[Record], path: Path, out: Path) -> int:
 def draw(made: list[Record], folder: Path, stem: str) -> list[Path]:
     """Writes folder/STEM-N.png for every run that has something to compare; needs matplotlib. Returns the paths."""
     paths = []
-    for number, run in enumerate(by([record | {"run": run_of(record)} for record in made], "run")):
+    for number, run in enumerate(by(made, *SAME_RUN)):
         names = [
             (task, metric)
             for task, metric in metric_names(run)
@@ -228,7 +210,7 @@ def _draw(run: list[Record], names: Sequence[tuple[str, str]], rows: Sequence[st
             places.append(place + 0.7 * ((number + 0.5) / len(rows) - 0.5))
             differences.append(100 * (mine["value"] - reference["value"]))
             errors.append(100 * 1.96 * math.hypot(*both))
-        colour = _COLOURS[number % len(_COLOURS)]
+        colour = plot.COLOURS[number % len(plot.COLOURS)]
         axis.errorbar(differences, places, xerr=errors, fmt="o", color=colour, label=row, markersize=5, capsize=3)
     axis.axvline(0, color="#444444", linewidth=1)
     axis.set_yticks(range(len(names)), labels=[f"{task}\n{metric}" for task, metric in names], fontsize=9)

@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from .. import build, options
+from .. import options
 from . import launch, results, theory_report
 
 # Row -> how it differs from 4 bits with feedback as shipped, without rotation.
@@ -81,9 +81,7 @@ def _run_rank(rank: int, size: int, store_path: str, plan: dict[str, Any], path:
 
 def make_plan(chosen: argparse.Namespace) -> dict[str, Any]:
     """What every rank is told. Raises ValueError, naming the value."""
-    if options.is_off():
-        raise ValueError("ECHO_OFF=1 is set: nothing would be quantized")
-    build.extension()
+    launch.require()
     if chosen.ranks < 2 or chosen.sites < 2 or chosen.numel < 1 or chosen.tokens < 2:
         raise ValueError("--ranks, --sites and --tokens are at least 2, --numel at least 1")
     names = tuple(chosen.rows.split(","))

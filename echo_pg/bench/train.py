@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .. import build, options
+from .. import options
 from . import launch, plot, results, train_report
 
 _DTYPES: dict[str, Any] = {"dtypes": ("bfloat16",), "min_bytes": 0}
@@ -136,9 +136,7 @@ def make_plan(chosen: argparse.Namespace) -> dict[str, Any]:
     """What every rank is told. Raises ValueError, naming the value."""
     from . import train_rank
 
-    if options.is_off():
-        raise ValueError("ECHO_OFF=1 is set: every row would be exact")
-    build.extension()
+    launch.require()
     preset = PRESETS[chosen.preset]
     steps = preset.steps if chosen.steps is None else chosen.steps
     model = preset.model | ({} if chosen.layers is None else {"layers": chosen.layers})
@@ -152,7 +150,7 @@ def make_plan(chosen: argparse.Namespace) -> dict[str, Any]:
             f"--ranks: {chosen.ranks} must divide the {model['kv_heads']} key/value heads, and be 2 or more"
         )
     more = {} if chosen.fabric is None else {"fabric": chosen.fabric}
-    if chosen.device == "cuda" and _gpus() < chosen.ranks:
+    if chosen.device == "cuda" and launch.gpus() < chosen.ranks:
         more["allow_shared_gpu"] = True
     plan = {
         "preset": chosen.preset, "device": chosen.device, "ranks": chosen.ranks, "model": model,
@@ -186,15 +184,6 @@ def _run(plan: dict[str, Any], name: str, rate: float, seed: int, more: dict[str
     run = {"row": name, "lr": rate, "seed": seed, "options": given}
     whole = plan | run | {"options": described}
     return run | {"identity": {name: whole[name] for name in IDENTITY}}
-
-
-def _gpus() -> int:
-    import torch
-
-    found = torch.cuda.device_count()
-    if not found:
-        raise ValueError("--device cuda: torch sees no GPU")
-    return found
 
 
 def _show(path: Path, out: Path) -> int:
