@@ -25,7 +25,7 @@ reachable gain the model gets: (S - 1) / (reachable - 1).
 
 Loads are copies between neighbouring GPUs (on CPU in memory), made by another process for that share of the time.
 Decoding writes one token per sequence with a full cache; on GPUs of their own the step is a CUDA graph. There rows keep
-min_bytes as shipped. Two ranks may share a GPU for a trial: Gloo is then the exact backend, and decoding needs no graph.
+min_bytes as shipped. Two ranks may share a GPU for a trial: Gloo is then the exact backend, and decoding is eager.
 """
 PAPER = Row(
     "paper", "the paper's method",
