@@ -1,6 +1,6 @@
 """Runs PyTorch's own distributed suite with and without echo and compares, test by test.
 
-    ci/conformance [--device cpu|cuda] [--write] [test ...]
+    ci/conformance [--device cpu|cuda] [--jobs N] [--seconds S] [--keep FOLDER] [--write] [test ...]
 
 inner      the inner backend itself, Gloo or, with --device cuda, NCCL
 named      the backend name "echo" with default options
@@ -8,21 +8,25 @@ replaced   the inner backend's name, which ECHO_REPLACE lets mean echo
 
 Fails if a test that passes on the inner backend does not pass under the name "echo", or if the sets of passing tests
 differ with the name replaced; only_by_name.py lists the exceptions, one by one. --write keeps the outcomes in
-ci/baseline/.
+ci/baseline/. A run that --seconds ended goes on where it was when it is started again with the same --keep.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from only_by_name import CALLED_CUSTOM, ONLY_BY_NAME
 
@@ -30,35 +34,66 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 VARIANTS = ("inner", "named", "replaced")
 
-Outcomes = dict[str, list[str]]  # test: [outcome, why, seconds]
+Outcomes = dict[str, list[Any]]  # test: [outcome, why, seconds]
 
 
-def run(variant: str, device: str, tests: list[str], timeout: float = 3000) -> Outcomes:
-    """The outcomes of these tests, or of all, in a process of its own. A test that ends the run as a whole (a crash or
-    the time-out, in seconds) leaves those after it without an outcome."""
+def run(variants: Sequence[str], device: str, tests: list[str], folder: Path, jobs: int, seconds: float) -> bool:
+    """Bring the outcomes of these tests, or of all, into the folder, but for those that are there; False if that took
+    longer than `seconds`. With as many jobs as variants, all variants run side by side, several processes each."""
+    deadline = time.monotonic() + seconds
+    for together in [list(variants)] if jobs >= len(variants) else [[variant] for variant in variants]:
+        with tempfile.TemporaryDirectory() as claims:
+            started = []
+            for variant in together:
+                share = Path(claims) / variant
+                share.mkdir()
+                for test in outcomes(folder, variant):
+                    (share / test).touch()
+                started += [start(variant, device, tests, folder, share) for _ in range(max(1, jobs // len(together)))]
+            try:
+                for process in started:
+                    process.wait(max(0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                return False
+            finally:
+                for process in started:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.killpg(process.pid, signal.SIGKILL)  # the ranks of an unfinished test, too
+                    process.wait()
+        for variant in together:
+            if not outcomes(folder, variant):
+                raise RuntimeError(f"the suite did not start:\n{(folder / f'{variant}.log').read_text()[-4000:]}")
+    return True
+
+
+def start(variant: str, device: str, tests: list[str], folder: Path, claims: Path) -> subprocess.Popen[bytes]:
+    """A process that runs the tests that nobody has claimed."""
     inner = "nccl" if device == "cuda" else "gloo"
     environment = {name: value for name, value in os.environ.items() if not name.startswith("ECHO_")}
     environment |= {
         "BACKEND": "echo" if variant == "named" else inner,
         "WORLD_SIZE": str(world_size(device)),
+        "DISTRIBUTED_TESTS_DEFAULT_TIMEOUT": "120",  # seconds, for a test that hangs; the suite would wait for 300
         "ECHO_LOG": "off",
         "PYTHONPATH": os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")]),
         "OMP_NUM_THREADS": "1",
     }
+    if device == "cpu":
+        environment["CUDA_VISIBLE_DEVICES"] = (
+            ""  # where there are GPUs the suite skips all that has more ranks than them
+        )
     if variant == "replaced":
         environment["ECHO_REPLACE"] = inner
-    with tempfile.TemporaryDirectory() as folder:
-        path, log = Path(folder) / "outcomes.json", Path(folder) / "log"
-        with log.open("w") as output:
-            command = [sys.executable, str(HERE / "torch_suite.py"), str(path), *tests]
-            with subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT) as process:
-                try:
-                    process.wait(timeout)
-                except subprocess.TimeoutExpired:
-                    process.terminate()
-        if not path.exists():
-            raise RuntimeError(f"the suite did not start:\n{log.read_text()[-4000:]}")
-        return json.loads(path.read_text())
+    command = [sys.executable, str(HERE / "torch_suite.py"), str(folder / f"{variant}.jsonl"), str(claims), *tests]
+    with (folder / f"{variant}.log").open("a") as log:
+        return subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
+
+
+def outcomes(folder: Path, variant: str) -> Outcomes:
+    """What is known so far."""
+    path = folder / f"{variant}.jsonl"
+    lines = path.read_text().splitlines() if path.exists() else []
+    return {test: entry for test, *entry in map(json.loads, lines)}
 
 
 def world_size(device: str) -> int:
@@ -90,13 +125,21 @@ def expected_outcome(test: str, variant: str) -> str:
     return "skipped" if variant == "named" and test in ONLY_BY_NAME else "passed"
 
 
-def report(found: dict[str, Outcomes], seconds: dict[str, float]) -> None:
-    """Print the counts beside each other, then each test whose outcome differs."""
+def seconds_of(found: dict[str, Outcomes]) -> dict[str, int]:
+    """Of all tests of a variant, one after the other."""
+    return {variant: round(sum(entry[2] for entry in found[variant].values())) for variant in VARIANTS}
+
+
+def report(found: dict[str, Outcomes]) -> None:
+    """Print the counts beside each other, then the slowest tests and each whose outcome differs."""
     print(f"{'':24}" + "".join(f"{variant:>10}" for variant in VARIANTS))
     for outcome in ("passed", "failed", "skipped"):
         counts = [Counter(entry[0] for entry in found[variant].values())[outcome] for variant in VARIANTS]
         print(f"{outcome:24}" + "".join(f"{count:>10}" for count in counts))
-    print(f"{'seconds':24}" + "".join(f"{seconds[variant]:>10.0f}" for variant in VARIANTS))
+    print(f"{'seconds':24}" + "".join(f"{count:>10}" for count in seconds_of(found).values()))
+    spent = {test: [found[variant].get(test, [0] * 3)[2] for variant in VARIANTS] for test in found["inner"]}
+    for test in sorted(spent, key=lambda test: -sum(spent[test]))[:5]:
+        print(f"{test}: {', '.join(map(str, spent[test]))} s")
     for test in found["inner"]:
         outcomes = [found[variant].get(test, ["missing", ""]) for variant in VARIANTS]
         if len({entry[0] for entry in outcomes}) > 1:
@@ -105,7 +148,7 @@ def report(found: dict[str, Outcomes], seconds: dict[str, float]) -> None:
             print(f"{test}: {', '.join(entry[0] for entry in outcomes)} ({line})")
 
 
-def write(found: dict[str, Outcomes], seconds: dict[str, float], device: str) -> Path:
+def write(found: dict[str, Outcomes], device: str) -> Path:
     import torch
 
     git = ["git", "-C", str(ROOT), "describe", "--always", "--dirty"]
@@ -115,7 +158,7 @@ def write(found: dict[str, Outcomes], seconds: dict[str, float], device: str) ->
         "commit": subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip(),
         "world_size": world_size(device),
         "variants": VARIANTS,
-        "seconds": {variant: round(seconds[variant]) for variant in VARIANTS},
+        "seconds": seconds_of(found),
         "counts": {variant: Counter(entry[0] for entry in found[variant].values()) for variant in VARIANTS},
     }
     lines = [
@@ -130,17 +173,23 @@ def write(found: dict[str, Outcomes], seconds: dict[str, float], device: str) ->
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--jobs", type=int, default=1, help="processes; each runs the ranks of one test at a time")
+    parser.add_argument("--seconds", type=float, default=3000, help="limit for the whole run")
+    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="collect outcomes here; do not repeat those there")
     parser.add_argument("--write", action="store_true", help="keep the outcomes in ci/baseline/")
     parser.add_argument("tests", nargs="*", metavar="test")
     arguments = parser.parse_args()
-    found, seconds = {}, {}
-    for variant in VARIANTS:
-        began = time.monotonic()
-        found[variant] = run(variant, arguments.device, arguments.tests)
-        seconds[variant] = time.monotonic() - began
-    report(found, seconds)
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = arguments.keep or Path(temporary)
+        folder.mkdir(parents=True, exist_ok=True)
+        done = run(VARIANTS, arguments.device, arguments.tests, folder, arguments.jobs, arguments.seconds)
+        found = {variant: outcomes(folder, variant) for variant in VARIANTS}
+    report(found)
+    if not done:
+        print(f"not finished within {arguments.seconds:.0f} s")
+        return 1
     if arguments.write:
-        print("written to", write(found, seconds, arguments.device))
+        print("written to", write(found, arguments.device))
     complaints = problems(found)
     for complaint in complaints:
         print("FAIL", complaint)

@@ -38,13 +38,14 @@ def import_deepspeed() -> Any:
 
 
 def llama(tied: bool = False) -> nn.Module:
-    """A random Llama with equal weights on all ranks."""
+    """A random Llama with equal weights on all ranks. Plain attention, which adds up in one order on GPUs too."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
     sizes = {"vocab_size": VOCAB, "hidden_size": HIDDEN, "intermediate_size": 2 * HIDDEN, "num_hidden_layers": LAYERS}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
-    return LlamaForCausalLM(LlamaConfig(**sizes, **heads, max_position_embeddings=64, tie_word_embeddings=tied))
+    chosen = {"max_position_embeddings": 64, "tie_word_embeddings": tied, "attn_implementation": "eager"}
+    return LlamaForCausalLM(LlamaConfig(**sizes, **heads, **chosen))
 
 
 def config(accumulation: int = 1, zero: int = 0, dtype: str = "bf16", **tensor_parallel: Any) -> dict[str, Any]:
@@ -225,8 +226,9 @@ def run_domino(recorder: Recorder, size: int, intra_layer: bool) -> dict[str, An
         init_method=nn.init.xavier_normal_, output_layer_init_method=nn.init.xavier_normal_,
         apply_residual_connection_post_layernorm=False, domino_intra_layer_overlap=intra_layer,
     )  # fmt: skip
-    model = DominoTransformer(sizes, mpu, None, ModelType.encoder_or_decoder).to(torch.bfloat16)
-    device = next(model.parameters()).device
+    device = device_of(dist.get_rank())
+    # Its linear layers are made on the device, its norms are not.
+    model = DominoTransformer(sizes, mpu, None, ModelType.encoder_or_decoder).to(device, torch.bfloat16)
     x = torch.randn(8, 4, HIDDEN, generator=torch.Generator().manual_seed(5)).to(device, torch.bfloat16)
     decisions, _ = observed(recorder, lambda: model(x.requires_grad_(), None).float().square().sum().backward())
     stats = echo_pg.stats(group)
@@ -244,10 +246,11 @@ def run_injected(recorder: Recorder) -> Table:
     mlp = DeepSpeedMLP.__new__(DeepSpeedMLP)
     nn.Module.__init__(mlp)
     mlp.mp_group, mlp.attn_nw = dist.group.WORLD, None
-    mlp.inter_w = mlp.inter_b = mlp.output_w = mlp.output_b = torch.ones(1)
+    device = device_of(dist.get_rank())
+    mlp.inter_w = mlp.inter_b = mlp.output_w = mlp.output_b = torch.ones(1, device=device)
     mlp.fused_gemm_gelu = lambda input, **_: input
     mlp.residual_add_func = lambda hidden_state, residual, **_: hidden_state + residual
-    x = torch.ones(BATCH, SEQUENCE, HIDDEN, dtype=torch.bfloat16)
+    x = torch.ones(BATCH, SEQUENCE, HIDDEN, dtype=torch.bfloat16, device=device)
     with torch.no_grad():
         return observed(recorder, lambda: mlp(x, x, x, None))[0]
 

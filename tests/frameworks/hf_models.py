@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from pathlib import Path
 from typing import Any
@@ -68,6 +69,15 @@ def load(path: str, **plan: Any) -> Any:
     return AutoModelForCausalLM.from_pretrained(
         path, dtype=torch.bfloat16, distributed_config=config, attn_implementation="eager"
     )
+
+
+@functools.cache
+def splits_vocabulary() -> bool:
+    """Whether tp_plan="auto" splits the embedding, too, so that its outputs are summed: transformers 5.17 does not."""
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    config = LlamaConfig(num_hidden_layers=1, **SHAPE)
+    return "model.embed_tokens" in AutoModelForCausalLM.from_config(config).tp_plan
 
 
 def tokens(batch: int = 2, length: int = 16, vocabulary: int = 128, seed: int = 1) -> Tensor:

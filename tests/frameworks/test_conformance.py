@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import conformance
 import pytest
 from only_by_name import CALLED_CUSTOM, ONLY_BY_NAME
@@ -39,14 +41,20 @@ SELECTION = [
 
 
 @pytest.mark.parametrize("variant", ["named", "replaced"])
-def test_pytorchs_own_tests(variant: str) -> None:
-    found = conformance.run(variant, "cpu", SELECTION, timeout=150)
+def test_pytorchs_own_tests(variant: str, tmp_path: Path) -> None:
+    conformance.run([variant], "cpu", SELECTION, tmp_path, jobs=1, seconds=150)
+    found = conformance.outcomes(tmp_path, variant)
     got = {test: found.get(test, ["missing", "the suite ended before"])[:2] for test in SELECTION}
     wrong = {test: entry for test, entry in got.items() if entry[0] != conformance.expected_outcome(test, variant)}
     assert not wrong
     if variant == "named":
         reasons = {test: entry[1] for test, entry in got.items() if entry[0] == "skipped"}
-        assert reasons == {test: ONLY_BY_NAME[test] for test in reasons}
+        assert list(map(wording, reasons.values())) == [wording(ONLY_BY_NAME[test]) for test in reasons]
+
+
+def wording(reason: str) -> str:
+    """Without the grammar that a version of torch mended in its texts: "Only Gloo backend support ..."."""
+    return reason.replace("supports", "support")
 
 
 def entries(**outcomes: str) -> dict[str, conformance.Outcomes]:

@@ -3,6 +3,7 @@ starts."""
 
 from __future__ import annotations
 
+import inspect
 import tempfile
 from collections import Counter
 from collections.abc import Callable
@@ -12,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import DEBUG, Recorder, needs_four_devices, record, table
-from hf_models import be_a_rank, gradients, load, save, start, tokens
+from hf_models import be_a_rank, gradients, load, save, splits_vocabulary, start, tokens
 from ranks import run_ranks
 from torch import Tensor, nn
 
@@ -26,8 +27,13 @@ def rows(context: str, outcomes: dict[tuple[str, str], int], dtype: str = "bfloa
 
 
 def forward(layers: int, shape: str = "[2, 16, 64]", passes: int = 1, context: str = "forward") -> Table:
-    """The embedding, then attention and MLP of each layer. The logits are gathered, which is no all-reduce."""
-    return rows(context, {(shape, "embedding"): passes, (shape, "quantized"): 2 * layers * passes})
+    """The embedding, if it is split, then attention and MLP of each layer. The logits are gathered, which is no
+    all-reduce."""
+    return embedding(shape, passes, context) + rows(context, {(shape, "quantized"): 2 * layers * passes})
+
+
+def embedding(shape: str = "[2, 16, 64]", passes: int = 1, context: str = "forward") -> Table:
+    return rows(context, {(shape, "embedding"): passes} if splits_vocabulary() else {})
 
 
 def backward(kind: str, shape: str = "[2, 16, 64]") -> Table:
@@ -82,9 +88,10 @@ def interrupted(model: Any, ids: Tensor) -> bool:
 
 
 def checkpointed(model: Any, ids: Tensor, reentrant: bool) -> float:
-    model.activation_checkpointing_enable({"use_reentrant": reentrant})
+    # The name that every transformers 5 has; later ones also have another.
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
     loss, _ = step(model, ids)
-    model.activation_checkpointing_disable()
+    model.gradient_checkpointing_disable()
     return loss
 
 
@@ -183,7 +190,8 @@ def test_two_models_take_turns(found: Any, kind: str) -> None:
     for (context, op, dtype, _, outcome), count in seen["calls"].items():
         assert (context, op, dtype) == ("forward", "SUM", "bfloat16")
         calls[outcome] += count
-    assert set(calls) == {"embedding", "quantized"} and calls["embedding"] == seen["runs"]
+    assert set(calls) - {"embedding"} == {"quantized"}
+    assert calls["embedding"] == (seen["runs"] if splits_vocabulary() else 0)
 
 
 @pytest.mark.parametrize("kind", LAYERS)
@@ -214,7 +222,8 @@ def run_plans(rank: int, size: int, folder: str) -> dict[str, Any]:
         found[name] = table(recorder.take())
 
     path = save(folder, "Llama", 1, rank)
-    row = load(path, tp_plan={"lm_head": "rowwise_split_input"})
+    whole = load(path)
+    row = load(path, tp_plan={**whole.tp_plan, "lm_head": "rowwise_split_input"})
     look("row-parallel lm_head", lambda: step(row, ids))
     experts = load(save(folder, "Qwen3Moe", 1, rank))
     look("experts", lambda: step(experts, ids))
@@ -235,7 +244,7 @@ def run_plans(rank: int, size: int, folder: str) -> dict[str, Any]:
 
     look("scalar", lambda: Scalar()(torch.ones((), dtype=torch.bfloat16, device=ids.device)))
 
-    compiled = torch.compile(load(path), backend="aot_eager")
+    compiled = torch.compile(whole, backend="aot_eager")
     look("compiled", lambda: compiled(input_ids=ids, labels=ids, use_cache=False).loss.backward())
     return found
 
@@ -250,7 +259,8 @@ def test_other_plans() -> None:
     # Attention as ever; the experts take a token per row. In backward q, k, v, the experts' input and lm_head's.
     experts = {("[32, 64]", "quantized"): 1, ("[32, 2]", "rows shorter than 16"): 1}
     assert found["experts"] == (
-        rows("forward", {(hidden, "embedding"): 1, (hidden, "quantized"): 1, ("[32, 64]", "quantized"): 1})
+        embedding()
+        + rows("forward", {(hidden, "quantized"): 1, ("[32, 64]", "quantized"): 1})
         + rows("backward", {(hidden, "quantized"): 4} | experts | norms)
     )
     for dtype in ("float32", "bfloat16"):
@@ -258,7 +268,7 @@ def test_other_plans() -> None:
         assert sum(found[f"loss_parallel {dtype}"].values()) == 3 and "quantized" not in outcomes
     assert found["scalar"] == rows("forward", {("[]", "one-dimensional"): 1})
     # Inside a compiled model the embedding cannot be told from the layers; backward needs no roles.
-    unknown = rows("forward", {(hidden, "compiled module, roles unknown"): 3})
+    unknown = rows("forward", {(hidden, "compiled module, roles unknown"): embedding().total() + 2})
     assert found["compiled"] == unknown + rows("backward", {(hidden, "quantized"): 6})
 
 
@@ -283,6 +293,10 @@ def run_sharded(rank: int, size: int, folder: str) -> dict[str, Any]:
 @needs_four_devices
 def test_tensor_parallelism_beside_fully_sharded_data() -> None:
     """Groups of a mesh take their options from the environment, not from the default group."""
+    from transformers.distributed import DistributedConfig
+
+    if "dp_replicate_size" not in inspect.signature(DistributedConfig).parameters:
+        pytest.skip("this transformers cannot replicate shards")
     with tempfile.TemporaryDirectory() as folder:
         env = DEBUG | {"ECHO_MIN_BYTES": "0"}
         found = run_ranks(run_sharded, 4, folder, backend=None, env=env, timeout=200)[0]

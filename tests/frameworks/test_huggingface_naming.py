@@ -44,7 +44,8 @@ def tiny_model(folder: Path) -> str:
     AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
     words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(128)}, unk_token="w0"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
-    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0").save_pretrained(folder)
+    # No special tokens: decoding leaves those out, and which words a random model writes depends on the machine.
+    PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(folder)
     return str(folder)
 
 

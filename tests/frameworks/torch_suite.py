@@ -53,21 +53,22 @@ class TorchSuite(TestDistBackend, DistributedTest._DistTestBase):  # type: ignor
 
 
 class Outcomes(unittest.TestResult):
-    """The outcome of each test as [outcome, why, seconds], written down as soon as it is known."""
+    """Appends the outcome of each test to a file as soon as it is known, a JSON line [test, outcome, why, seconds]."""
 
     def __init__(self, path: str) -> None:
         super().__init__()
-        self.path, self.found, self.began = path, {}, 0.0  # type: ignore[var-annotated]
+        self.path, self.began = path, 0.0
 
     def startTest(self, test: unittest.TestCase) -> None:
         super().startTest(test)
         self.began = time.monotonic()
 
     def note(self, test: Any, outcome: str, why: str = "") -> None:
-        name = test.id().split(".")[-1]
-        self.found[name] = [outcome, why, round(time.monotonic() - self.began, 2)]
-        with open(self.path, "w") as file:
-            json.dump(self.found, file)
+        line = json.dumps([test.id().split(".")[-1], outcome, why, round(time.monotonic() - self.began, 2)])
+        # One write to a file that is open for appending: lines of several processes do not mix.
+        file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.write(file, line.encode() + b"\n")
+        os.close(file)
 
     def addSuccess(self, test: unittest.TestCase) -> None:
         self.note(test, "passed")
@@ -84,11 +85,23 @@ class Outcomes(unittest.TestResult):
         self.note(test, "passed")
 
 
-def main(path: str, *names: str) -> None:
-    """Run the named tests, or all, in this process and its children; write their outcomes to `path` as JSON."""
+def claimed(folder: str, name: str) -> bool:
+    """Whether this process is the first to ask for the test in this folder."""
+    try:
+        os.close(os.open(os.path.join(folder, name), os.O_CREAT | os.O_EXCL))
+    except FileExistsError:
+        return False
+    return True
+
+
+def main(path: str, claims: str, *names: str) -> None:
+    """Run the named tests, or all, each in children of this process; write their outcomes to `path`. Processes with the
+    same folder `claims` share the tests, one at a time each."""
     torch.backends.cudnn.flags(enabled=True, allow_tf32=False).__enter__()
-    every = unittest.TestLoader().getTestCaseNames(TorchSuite)
-    unittest.TestSuite(TorchSuite(name) for name in names or every).run(Outcomes(path))
+    outcomes = Outcomes(path)
+    for name in names or unittest.TestLoader().getTestCaseNames(TorchSuite):
+        if claimed(claims, name):
+            unittest.TestSuite([TorchSuite(name)]).run(outcomes)
 
 
 if __name__ == "__main__":
