@@ -14,7 +14,6 @@ ci/baseline/. A run that --seconds ended goes on where it was when it is started
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
 import re
@@ -57,9 +56,9 @@ def run(variants: Sequence[str], device: str, tests: list[str], folder: Path, jo
                 return False
             finally:
                 for process in started:
-                    with contextlib.suppress(ProcessLookupError):
+                    if process.poll() is None:
                         os.killpg(process.pid, signal.SIGKILL)  # the ranks of an unfinished test, too
-                    process.wait()
+                        process.wait()
         for variant in together:
             if not outcomes(folder, variant):
                 raise RuntimeError(f"the suite did not start:\n{(folder / f'{variant}.log').read_text()[-4000:]}")
@@ -73,15 +72,14 @@ def start(variant: str, device: str, tests: list[str], folder: Path, claims: Pat
     environment |= {
         "BACKEND": "echo" if variant == "named" else inner,
         "WORLD_SIZE": str(world_size(device)),
-        "DISTRIBUTED_TESTS_DEFAULT_TIMEOUT": "120",  # seconds, for a test that hangs; the suite would wait for 300
+        "DISTRIBUTED_TESTS_DEFAULT_TIMEOUT": "120",  # seconds for a test that hangs, not 300
         "ECHO_LOG": "off",
         "PYTHONPATH": os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")]),
         "OMP_NUM_THREADS": "1",
     }
     if device == "cpu":
-        environment["CUDA_VISIBLE_DEVICES"] = (
-            ""  # where there are GPUs the suite skips all that has more ranks than them
-        )
+        # With GPUs the suite skips every test that has more ranks than there are of them.
+        environment["CUDA_VISIBLE_DEVICES"] = ""
     if variant == "replaced":
         environment["ECHO_REPLACE"] = inner
     command = [sys.executable, str(HERE / "torch_suite.py"), str(folder / f"{variant}.jsonl"), str(claims), *tests]
