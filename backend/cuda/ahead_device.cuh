@@ -4,11 +4,12 @@
 //
 //   task      1024 consecutive elements: the groups that a warp has side by side, all whole; their codes are as
 //             consecutive in a tile, their averages in the state
-//   unit      16 bytes. What is read as kRuns, the lanes copy unit by unit side by side, and each reads its own few in
-//             a row: they lie such that eight lanes that read at a time meet eight different banks. What is read as
-//             kChunks, each lane copies itself
-//   entry     of the ring: elements, averages, codes, scales of an int8 state, parameters of codes; what a task lacks
-//             is left as it was
+//   unit      16 bytes. Lanes load and store units side by side, unit i of a lane being 32 i + lane of the task's, so
+//             that what a warp moves at a time has no gaps; and they work on runs, the units kUnits * lane + i
+//   array     in shared memory, where the one becomes the other. Within each eight of its 128-byte rows' units places
+//             are exchanged, such that eight lanes that read or write at a time meet eight different banks either way
+//   entry     of the ring: arrays of elements, averages, codes; scales of an int8 state; parameters of codes. What a
+//             task lacks is left as it was
 #pragma once
 
 #include "int8_state_device.cuh"
@@ -18,8 +19,10 @@ namespace echo::cuda {
 
 constexpr int kTaskElems = kWarpLanes * kLaneElems;
 constexpr int kUnitBytes = 16;
+constexpr int kRowBytes = kUnitBytes * kWarpLanes;  // a unit of every lane
 
-// Where things lie in an entry. kAverages: of those that are loaded ahead.
+// Where things lie in an entry, at multiples of 64 bytes, as run_place needs it. kAverages: of those that are loaded
+// ahead.
 template <int kBits, StateKind kStateKind, int kAverages, bool kHasElements>
 struct EntryLayout {
   static constexpr StateKind kState = kStateKind;
@@ -31,37 +34,26 @@ struct EntryLayout {
   static constexpr int kScaleBytes = kState == StateKind::kInt8 ? 4 * kWarpLanes : 0;
   static constexpr int kParamsAt = kScalesAt + kAverages * kScaleBytes;
   static constexpr int kBytes = kParamsAt + 4 * kWarpLanes;
+  static_assert(kBytes % 64 == 0);
 };
 
-// Where the unit `i` of kUnits in a row, of lane `lane` of the warp, lies in an array of them.
+// In an array of kUnits units per lane: where this lane's first unit of those side by side lies, the others kRowBytes
+// apart; and where the first of its run does, the i-th at that xor 16 i.
 template <int kUnits>
-static __device__ __forceinline__ uint32_t unit_offset(uint32_t lane, uint32_t i) {
-  const uint32_t first = kUnits * lane;
-  return kUnitBytes * (first + (i ^ (first / 8 & (kUnits - 1))));
-}
-
-// The same for lane `lane` of what lies side by side: unit `lane` of 32.
-template <int kUnits>
-static __device__ __forceinline__ uint32_t side_offset(uint32_t lane) {
+static __device__ __forceinline__ uint32_t side_place(uint32_t lane) {
   return kUnitBytes * (lane ^ (lane / 8 & (kUnits - 1)));
 }
-
-// An array of kUnits units per lane.
 template <int kUnits>
-static __device__ __forceinline__ void start_run_copies(uint32_t lane, std::byte* to, const std::byte* from) {
-  to += side_offset<kUnits>(lane);
-  from += kUnitBytes * lane;
-#pragma unroll
-  for (int i = 0; i < kUnits; ++i) {
-    start_copy<kUnitBytes>(to + i * kUnitBytes * kWarpLanes, from + i * kUnitBytes * kWarpLanes);
-  }
+static __device__ __forceinline__ uint32_t run_place(uint32_t lane) {
+  return kUnitBytes * (kUnits * lane + (kUnits * lane / 8 & (kUnits - 1)));
 }
 
 template <int kUnits>
-static __device__ __forceinline__ void read_run(uint32_t lane, const std::byte* array, uint32_t (&words)[4 * kUnits]) {
+static __device__ __forceinline__ void read_side(SharedAddress array, uint32_t lane, uint32_t (&words)[4 * kUnits]) {
+  const SharedAddress first = array + side_place<kUnits>(lane);
 #pragma unroll
   for (int i = 0; i < kUnits; ++i) {
-    const uint4 quad = *reinterpret_cast<const uint4*>(array + unit_offset<kUnits>(lane, i));
+    const uint4 quad = load_shared_quad(first + i * kRowBytes);
     words[4 * i] = quad.x;
     words[4 * i + 1] = quad.y;
     words[4 * i + 2] = quad.z;
@@ -69,131 +61,86 @@ static __device__ __forceinline__ void read_run(uint32_t lane, const std::byte* 
   }
 }
 
-// What lanes have in a row, kUnits each, as units side by side: lane l gets units l, l + 32, .. By way of `array`,
-// where nothing is on its way.
 template <int kUnits>
-static __device__ __forceinline__ void exchange_run(uint32_t lane, std::byte* array, uint32_t (&words)[4 * kUnits]) {
+static __device__ __forceinline__ void read_run(SharedAddress array, uint32_t lane, uint32_t (&words)[4 * kUnits]) {
+  const SharedAddress first = array + run_place<kUnits>(lane);
+#pragma unroll
+  for (uint32_t i = 0; i < kUnits; ++i) {
+    const uint4 quad = load_shared_quad(first ^ kUnitBytes * i);
+    words[4 * i] = quad.x;
+    words[4 * i + 1] = quad.y;
+    words[4 * i + 2] = quad.z;
+    words[4 * i + 3] = quad.w;
+  }
+}
+
+template <int kUnits>
+static __device__ __forceinline__ void write_run(SharedAddress array, uint32_t lane,
+                                                 const uint32_t (&words)[4 * kUnits]) {
+  const SharedAddress first = array + run_place<kUnits>(lane);
+#pragma unroll
+  for (uint32_t i = 0; i < kUnits; ++i) {
+    store_shared_quad(first ^ kUnitBytes * i,
+                      make_uint4(words[4 * i], words[4 * i + 1], words[4 * i + 2], words[4 * i + 3]));
+  }
+}
+
+// `from`, `to`: this lane's first unit of those side by side.
+template <int kUnits>
+static __device__ __forceinline__ void start_copies(SharedAddress array, uint32_t lane, const std::byte* from) {
+  const SharedAddress first = array + side_place<kUnits>(lane);
+#pragma unroll
+  for (int i = 0; i < kUnits; ++i) start_copy<kUnitBytes>(first + i * kRowBytes, from + i * kRowBytes);
+}
+
+// Units side by side to memory.
+template <int kUnits>
+static __device__ __forceinline__ void store_side(std::byte* to, const uint32_t (&words)[4 * kUnits]) {
+#pragma unroll
+  for (int i = 0; i < kUnits; ++i) {
+    store_global_quad(to + i * kRowBytes,
+                      make_uint4(words[4 * i], words[4 * i + 1], words[4 * i + 2], words[4 * i + 3]));
+  }
+}
+
+// Runs become units side by side, by way of an array that no lane needs any more.
+template <int kUnits>
+static __device__ __forceinline__ void exchange_run(SharedAddress array, uint32_t lane, uint32_t (&words)[4 * kUnits]) {
   if constexpr (kUnits == 1) return;
-#pragma unroll
-  for (uint32_t i = 0; i < kUnits; ++i) {
-    *reinterpret_cast<uint4*>(array + unit_offset<kUnits>(lane, i)) =
-        make_uint4(words[4 * i], words[4 * i + 1], words[4 * i + 2], words[4 * i + 3]);
-  }
+  write_run<kUnits>(array, lane, words);
   __syncwarp();
+  read_side<kUnits>(array, lane, words);
+}
+
+// A lane's chunks as the words of its run, and the other way round.
+template <int kElemBytes>
+static __device__ __forceinline__ void flatten(const ChunkWords<kElemBytes> (&chunks)[kLaneChunks],
+                                               uint32_t (&words)[8 * kElemBytes]) {
 #pragma unroll
-  for (uint32_t i = 0; i < kUnits; ++i) {
-    const std::byte* place = array + side_offset<kUnits>(lane) + i * kUnitBytes * kWarpLanes;
-    const uint4 quad = *reinterpret_cast<const uint4*>(place);
-    words[4 * i] = quad.x;
-    words[4 * i + 1] = quad.y;
-    words[4 * i + 2] = quad.z;
-    words[4 * i + 3] = quad.w;
+  for (int word = 0; word < 8 * kElemBytes; ++word) {
+    words[word] = chunks[word / (2 * kElemBytes)].at[word % (2 * kElemBytes)];
   }
 }
 
-// Chunks between the first of a task and the first of this lane's, and between this lane's, of kChunks.
-template <Spread kSpread>
-static __device__ __forceinline__ uint32_t first_chunk_of_task(const Lane<kSpread>& lane) {
-  return (lane.in_warp >> lane.lanes_log2 << (lane.lanes_log2 + 2)) + lane.index;
-}
-template <Spread kSpread>
-static __device__ __forceinline__ uint32_t chunks_apart(const Lane<kSpread>& lane) {
-  return 1u << lane.lanes_log2;
-}
-
-// `first`: of the task's elements, in the tensor or in an average.
-template <Spread kSpread, int kElemBytes>
-static __device__ __forceinline__ void start_element_copies(const Lane<kSpread>& lane, std::byte* to,
-                                                            const std::byte* first) {
-  if constexpr (kSpread == Spread::kRuns) {
-    start_run_copies<2 * kElemBytes>(lane.in_warp, to, first);
-  } else {
-    constexpr int kChunkBytes = kChunkElems * kElemBytes;
-    first += kChunkBytes * first_chunk_of_task(lane);
-    to += kChunkBytes * lane.in_warp;
+template <int kElemBytes>
+static __device__ __forceinline__ void read_elements(SharedAddress array, uint32_t lane,
+                                                     ChunkWords<kElemBytes> (&chunks)[kLaneChunks]) {
+  uint32_t words[8 * kElemBytes];
+  read_run<2 * kElemBytes>(array, lane, words);
 #pragma unroll
-    for (int part = 0; part < kLaneChunks; ++part) {
-      start_copy<kChunkBytes>(to + part * kChunkBytes * kWarpLanes, first + part * kChunkBytes * chunks_apart(lane));
-    }
+  for (int word = 0; word < 8 * kElemBytes; ++word) {
+    chunks[word / (2 * kElemBytes)].at[word % (2 * kElemBytes)] = words[word];
   }
 }
 
-// A lane's chunks of what start_element_copies brought.
-template <int kElemBytes, Spread kSpread>
-static __device__ __forceinline__ void read_elements(const Lane<kSpread>& lane, const std::byte* array,
-                                                     ChunkWords<kElemBytes> (&words)[kLaneChunks]) {
-  if constexpr (kSpread == Spread::kRuns) {
-    uint32_t all[8 * kElemBytes];
-    read_run<2 * kElemBytes>(lane.in_warp, array, all);
-#pragma unroll
-    for (int word = 0; word < 8 * kElemBytes; ++word) {
-      words[word / (2 * kElemBytes)].at[word % (2 * kElemBytes)] = all[word];
-    }
-  } else {
-#pragma unroll
-    for (int part = 0; part < kLaneChunks; ++part) {
-      const std::byte* place = array + kChunkElems * kElemBytes * (lane.in_warp + part * kWarpLanes);
-      if constexpr (kElemBytes == 2) {
-        const uint4 quad = *reinterpret_cast<const uint4*>(place);
-        words[part] = ChunkWords<2>{{quad.x, quad.y, quad.z, quad.w}};
-      } else {
-        const uint2 pair = *reinterpret_cast<const uint2*>(place);
-        words[part] = ChunkWords<1>{{pair.x, pair.y}};
-      }
-    }
-  }
-}
-
-// The codes and parameters of task `task` of a tile.
-template <int kBits, Spread kSpread>
-static __device__ __forceinline__ void start_code_copies(const Lane<kSpread>& lane, int32_t task, std::byte* codes,
-                                                         std::byte* params, const TileView<const std::byte>& tile) {
-  // A tile is far smaller than 4 GiB.
-  const auto before = static_cast<uint32_t>(task);
-  const auto side = static_cast<uint32_t>(groups_side_by_side(lane.lanes_log2));
-  start_run_copies<kBits / 4>(lane.in_warp, codes, tile.codes + before * (kTaskElems * kBits / 8));
-  if (lane.in_warp < side) start_copy<4>(params + 4 * lane.in_warp, tile.params + 4 * (before * side + lane.in_warp));
-}
-
-template <int kBits, Spread kSpread>
-static __device__ __forceinline__ Encoded<kBits> read_encoded(const Lane<kSpread>& lane, const std::byte* codes,
-                                                              const std::byte* params) {
-  Encoded<kBits> encoded;
-  if constexpr (kSpread == Spread::kRuns) {
-    read_run<kBits / 4>(lane.in_warp, codes, encoded.codes);
-  } else {
-    constexpr int kWords = kChunkCodeWords<kBits>;
-    constexpr uint32_t kSwizzled = kBits / 4 - 1;
-#pragma unroll
-    for (int part = 0; part < kLaneChunks; ++part) {
-      const uint32_t word = kWords * (first_chunk_of_task(lane) + part * chunks_apart(lane));
-      const uint32_t place = 4 * (word ^ 4 * (word / 32 & kSwizzled));
-#pragma unroll
-      for (int i = 0; i < kWords; ++i) {
-        encoded.codes[kWords * part + i] = *reinterpret_cast<const uint32_t*>(codes + place + 4 * i);
-      }
-    }
-  }
-  encoded.params = *reinterpret_cast<const uint32_t*>(params + 4 * (lane.in_warp >> lane.lanes_log2));
-  return encoded;
-}
-
-// The scales of an int8 average, two bytes each, of task `task` of a tile: as the aligned words that they lie in, since
-// copies have four bytes. The state has room for the last one.
-template <Spread kSpread>
-static __device__ __forceinline__ void start_scale_copies(const Lane<kSpread>& lane, int32_t task, int which,
-                                                          std::byte* to) {
-  const auto side = static_cast<uint32_t>(groups_side_by_side(lane.lanes_log2));
-  if (lane.in_warp >= side) return;
-  const int64_t group = lane.first_group + static_cast<uint32_t>(task) * side + lane.in_warp;
-  start_copy<4>(to + 4 * lane.in_warp, average_base(lane, which) + lane.state_layout.scales_offset + (group & ~1) * 2);
-}
-
-template <Spread kSpread>
-static __device__ __forceinline__ uint32_t read_scale(const Lane<kSpread>& lane, const GroupAt& at,
-                                                      const std::byte* scales) {
-  const auto word = *reinterpret_cast<const uint32_t*>(scales + 4 * (lane.in_warp >> lane.lanes_log2));
-  return (lane.first_group + at.slot) % 2 == 0 ? word & 0xffffu : word >> 16;
+// `to`: this lane's first unit of those side by side. By way of an array that no lane needs any more.
+template <int kElemBytes>
+static __device__ __forceinline__ void store_elements_by(SharedAddress array, uint32_t lane, std::byte* to,
+                                                         const ChunkWords<kElemBytes> (&chunks)[kLaneChunks]) {
+  uint32_t words[8 * kElemBytes];
+  flatten<kElemBytes>(chunks, words);
+  exchange_run<2 * kElemBytes>(array, lane, words);
+  store_side<2 * kElemBytes>(to, words);
 }
 
 }  // namespace echo::cuda

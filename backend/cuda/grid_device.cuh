@@ -42,7 +42,7 @@ static __device__ __forceinline__ bool is_moderate(float magnitude, ScaleDType f
 
 // How far inside the range zero must lie, in steps, for zero_aware's weight to be 1 whatever is rounded on the way; and
 // for quotients by the scale not to underflow.
-static __device__ __forceinline__ float sure_steps_inside(const Codec& codec) {
+static __host__ __device__ __forceinline__ float sure_steps_inside(const Codec& codec) {
   constexpr float kLeast = 0x1p-20f;
   return codec.quantizer == Quantizer::kZeroAware ? fmaxf(codec.tau * 1.001f, kLeast) : kLeast;
 }

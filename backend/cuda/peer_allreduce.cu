@@ -94,6 +94,7 @@ void PeerGroup::all_reduce(const PeerCall& call) {
               .segment = segment_groups(plan),
               .tile_groups = walk.tile_groups,
               .tiles = walk.tiles,
+              .sure_steps = sure_steps_inside(plan.codec),
               .timeout_ns = static_cast<uint64_t>(call.timeout.count()),
               .group = group,
               .sequences = reinterpret_cast<uint64_t*>(group + 1),

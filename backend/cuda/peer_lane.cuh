@@ -57,7 +57,8 @@ struct PeerLane {
     if (has(i)) {
       encoded = make_part(job, owner, tile(i));
       encoded.slot = slot_at(turn == 0 ? Stage::kGather : Stage::kPush, self, i);
-      encoded.pushed = slot_at(Stage::kPush, 0, i);
+      encoded.tile = job.slabs[owner] + encoded.slot;
+      encoded.pushed = job.slabs[self] + slot_at(Stage::kPush, self == 0 ? 1 : 0, i);
     } else {
       encoded.tasks = 0;
     }
@@ -65,6 +66,7 @@ struct PeerLane {
     if (has(last)) {
       stored = make_part(job, owner, tile(last));
       stored.slot = slot_at(Stage::kGather, owner, last);
+      stored.tile = job.slabs[self] + stored.slot;
     } else {
       stored.tasks = 0;
     }

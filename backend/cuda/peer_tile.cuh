@@ -23,6 +23,7 @@ struct PeerJob {
   int64_t segment;  // groups that a rank owns
   int64_t tile_groups;
   int64_t tiles;  // of a segment
+  float sure_steps;  // sure_steps_inside of the codec
   uint64_t timeout_ns;
   GroupState* group;
   uint64_t* sequences;  // per lane: tiles finished so far
@@ -69,7 +70,8 @@ struct PeerPart {
   GroupRange groups;
   int64_t first_elem;
   int64_t slot;    // offset in a slab of the tile written, or of the one that is stored
-  int64_t pushed;  // of a part that this rank sums up: of the tile that rank 0 pushed
+  std::byte* tile;  // the one written, in its owner's slab, or the one that is stored
+  const std::byte* pushed;  // of a part that this rank sums up: the tile that the first other rank pushed
   int32_t room;    // groups that its slot has room for
   int32_t params;  // from its codes to its parameters
   int32_t full;    // groups that are whole
@@ -100,11 +102,20 @@ __device__ __forceinline__ TileView<Byte> part_view(Byte* slab, const PeerPart& 
   return TileView<Byte>{slab + part.slot, slab + part.slot + part.params};
 }
 
+template <typename Byte>
+__device__ __forceinline__ TileView<Byte> own_view(const PeerPart& part) {
+  return TileView<Byte>{part.tile, part.tile + part.params};
+}
+__device__ __forceinline__ TileView<const std::byte> first_pushed(const PeerPart& part) {
+  return TileView<const std::byte>{part.pushed, part.pushed + part.params};
+}
+
 // What the other ranks pushed of a part that this rank sums up.
 template <int kBits>
 __device__ __forceinline__ Copies<kBits> pushed_copies(const PeerJob& job, const PeerPart& part) {
   const Plan& plan = job.site.plan;
-  return {plan, part.room, {job.slabs[plan.rank] + part.pushed, kRingSlots * job.shape.slot_bytes}};
+  const int64_t stride = kRingSlots * job.shape.slot_bytes;
+  return {plan, part.room, {part.pushed - (plan.rank == 0 ? stride : 0), stride}};
 }
 
 }  // namespace echo::cuda

@@ -123,22 +123,58 @@ static __device__ __forceinline__ uint64_t load_relaxed_sys(const uint64_t* at) 
   return value;
 }
 
-// The shared memory that the launch asked for.
-static __device__ __forceinline__ std::byte* dynamic_shared() {
-  extern __shared__ uint4 dynamic_memory[];
-  return reinterpret_cast<std::byte*>(dynamic_memory);
+// To device memory, of this device or a peer's, through a pointer that the compiler lost sight of.
+static __device__ __forceinline__ void store_global_quad(std::byte* to, const uint4& quad) {
+  asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};"
+               :
+               : "l"(to), "r"(quad.x), "r"(quad.y), "r"(quad.z), "r"(quad.w)
+               : "memory");
+}
+
+static __device__ __forceinline__ void store_global_word(std::byte* to, uint32_t word) {
+  asm volatile("st.global.u32 [%0], %1;" : : "l"(to), "r"(word) : "memory");
+}
+
+// A place in shared memory as instructions name it: one register, and constants added to it are part of the instruction.
+using SharedAddress = uint32_t;
+
+// The shared memory that the launch asked for, aligned to 128 bytes.
+static __device__ __forceinline__ SharedAddress dynamic_shared() {
+  extern __shared__ __align__(128) uint4 dynamic_memory[];
+  return static_cast<SharedAddress>(__cvta_generic_to_shared(dynamic_memory));
+}
+
+static __device__ __forceinline__ uint4 load_shared_quad(SharedAddress at) {
+  uint4 quad;
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(quad.x), "=r"(quad.y), "=r"(quad.z), "=r"(quad.w)
+               : "r"(at)
+               : "memory");
+  return quad;
+}
+
+static __device__ __forceinline__ uint32_t load_shared_word(SharedAddress at) {
+  uint32_t word;
+  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(word) : "r"(at) : "memory");
+  return word;
+}
+
+static __device__ __forceinline__ void store_shared_quad(SharedAddress at, const uint4& quad) {
+  asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};"
+               :
+               : "r"(at), "r"(quad.x), "r"(quad.y), "r"(quad.z), "r"(quad.w)
+               : "memory");
 }
 
 // Copies that go on by themselves, from device memory to shared memory, of kBytes = 4, 8 or 16, to which both ends are
 // aligned; those of 16 go past the first-level cache. What was started since the last close_copies is one set. Who
 // waited may read what it copied itself; the warp, after a __syncwarp, what all its lanes did.
 template <int kBytes>
-static __device__ __forceinline__ void start_copy(std::byte* to, const std::byte* from) {
-  const auto place = static_cast<uint32_t>(__cvta_generic_to_shared(to));
+static __device__ __forceinline__ void start_copy(SharedAddress to, const std::byte* from) {
   if constexpr (kBytes == 16) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" : : "r"(place), "l"(from) : "memory");
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" : : "r"(to), "l"(from) : "memory");
   } else {
-    asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" : : "r"(place), "l"(from), "n"(kBytes) : "memory");
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" : : "r"(to), "l"(from), "n"(kBytes) : "memory");
   }
 }
 

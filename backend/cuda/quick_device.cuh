@@ -54,32 +54,76 @@ static __device__ __forceinline__ void quick_add(const Lane<kSpread>& lane, cons
 // An entry of a warp's ring: this rank's part of the groups, their old averages c and m1 as far as loaded, and codes.
 template <typename Layout>
 struct Entry {
-  std::byte* at;
+  SharedAddress at;
 
-  __device__ __forceinline__ std::byte* average(int which) const {
+  __device__ __forceinline__ SharedAddress average(int which) const {
     return at + Layout::kAveragesAt + which * Layout::kAverageBytes;
   }
-  __device__ __forceinline__ std::byte* scales(int which) const {
+  __device__ __forceinline__ SharedAddress scales(int which) const {
     return at + Layout::kScalesAt + which * Layout::kScaleBytes;
   }
-  __device__ __forceinline__ std::byte* codes() const { return at + Layout::kCodesAt; }
-  __device__ __forceinline__ std::byte* params() const { return at + Layout::kParamsAt; }
+  __device__ __forceinline__ SharedAddress codes() const { return at + Layout::kCodesAt; }
+  __device__ __forceinline__ SharedAddress params() const { return at + Layout::kParamsAt; }
 };
 
-// Starts loading the elements of task `task`, which begin at `first` in the tensor, and kAverages of their averages.
-template <int kAverages, Spread kSpread, typename Layout>
-static __device__ __forceinline__ void start_stored_copies(const Lane<kSpread>& lane, const Entry<Layout>& entry,
-                                                           int32_t task, int64_t first) {
-  start_element_copies<kSpread, 2>(lane, entry.at, static_cast<const std::byte*>(lane.site.tensor) + 2 * first);
+// Of the groups that a warp has side by side, this lane's.
+static __device__ __forceinline__ uint32_t group_in_warp(const Lane<Spread::kRuns>& lane) {
+  return lane.in_warp >> lane.lanes_log2;
+}
+
+// Place of the scale of the first group of a task in int8 state. `first`: the task's first element; groups fill their
+// lanes.
+static __device__ __forceinline__ int64_t first_scale(const Lane<Spread::kRuns>& lane, int64_t first) {
+  constexpr int kLaneElemsLog2 = 5;
+  return first >> (kLaneElemsLog2 + lane.lanes_log2);
+}
+
+// Starts loading the elements of a task, which begin at `first` in the tensor, and kAverages of their averages.
+template <int kAverages, typename Layout>
+static __device__ __forceinline__ void start_stored_copies(const Lane<Spread::kRuns>& lane, const Entry<Layout>& entry,
+                                                           int64_t first) {
+  const uint32_t unit = kUnitBytes * lane.in_warp;
+  start_copies<4>(entry.at, lane.in_warp, static_cast<const std::byte*>(lane.site.tensor) + 2 * first + unit);
   if constexpr (Layout::kState != StateKind::kNone) {
 #pragma unroll
     for (int which = 0; which < kAverages; ++which) {
       constexpr int kElemBytes = Layout::kAverageElemBytes;
-      start_element_copies<kSpread, kElemBytes>(lane, entry.average(which),
-                                                average_base(lane, which) + kElemBytes * first);
-      if constexpr (Layout::kState == StateKind::kInt8) start_scale_copies(lane, task, which, entry.scales(which));
+      const std::byte* base = average_base(lane, which);
+      start_copies<2 * kElemBytes>(entry.average(which), lane.in_warp, base + kElemBytes * first + unit);
+      if constexpr (Layout::kState == StateKind::kInt8) {
+        // Two bytes each, as the aligned words that they lie in, since copies have four bytes. The state has room for
+        // the last one.
+        if (lane.in_warp < static_cast<uint32_t>(groups_side_by_side(lane.lanes_log2))) {
+          const int64_t scale = first_scale(lane, first) + lane.in_warp;
+          start_copy<4>(entry.scales(which) + 4 * lane.in_warp,
+                        base + lane.state_layout.scales_offset + 2 * (scale & ~1));
+        }
+      }
     }
   }
+}
+
+// The codes and parameters of task `task` of a tile.
+template <int kBits, typename Layout>
+static __device__ __forceinline__ void start_code_copies(const Lane<Spread::kRuns>& lane, const Entry<Layout>& entry,
+                                                         const TileView<const std::byte>& tile, int32_t task) {
+  // A tile is far smaller than 4 GiB.
+  const auto before = static_cast<uint32_t>(task);
+  start_copies<kBits / 4>(entry.codes(), lane.in_warp,
+                          tile.codes + (before * (kTaskElems * kBits / 8) + kUnitBytes * lane.in_warp));
+  const auto side = static_cast<uint32_t>(groups_side_by_side(lane.lanes_log2));
+  if (lane.in_warp < side) {
+    start_copy<4>(entry.params() + 4 * lane.in_warp, tile.params + 4 * (before * side + lane.in_warp));
+  }
+}
+
+template <int kBits, typename Layout>
+static __device__ __forceinline__ Encoded<kBits> read_encoded(const Lane<Spread::kRuns>& lane,
+                                                              const Entry<Layout>& entry) {
+  Encoded<kBits> encoded;
+  read_run<kBits / 4>(entry.codes(), lane.in_warp, encoded.codes);
+  encoded.params = load_shared_word(entry.params() + 4 * group_in_warp(lane));
+  return encoded;
 }
 
 // ---- state --------------------------------------------------------------------------------------------------------
@@ -98,28 +142,37 @@ struct Average<StateKind::kWide> {
   ChunkWords<2> words[kLaneChunks];
 };
 
-template <Spread kSpread, typename Layout>
-static __device__ __forceinline__ Average<Layout::kState> read_average(const Lane<kSpread>& lane, const GroupAt& at,
-                                                                       const Entry<Layout>& entry, int which) {
+template <typename Layout>
+static __device__ __forceinline__ Average<Layout::kState> read_average(const Lane<Spread::kRuns>& lane,
+                                                                       const Entry<Layout>& entry, int64_t first,
+                                                                       int which) {
   Average<Layout::kState> average;
   if constexpr (Layout::kState == StateKind::kInt8) {
-    read_elements<1>(lane, entry.average(which), average.stored.words);
-    average.stored.scale_bits = read_scale(lane, at, entry.scales(which));
+    read_elements<1>(entry.average(which), lane.in_warp, average.stored.words);
+    const uint32_t group = group_in_warp(lane);
+    const uint32_t word = load_shared_word(entry.scales(which) + 4 * group);
+    const bool odd = ((static_cast<uint32_t>(first_scale(lane, first)) + group) & 1) != 0;
+    average.stored.scale_bits = odd ? word >> 16 : word & 0xffffu;
   } else {
-    read_elements<2>(lane, entry.average(which), average.words);
+    read_elements<2>(entry.average(which), lane.in_warp, average.words);
   }
   return average;
 }
 
-template <StateKind kState, Spread kSpread>
-static __device__ __forceinline__ void store_average(const Lane<kSpread>& lane, const GroupAt& at, int which,
-                                                     const Average<kState>& average) {
+template <typename Layout>
+static __device__ __forceinline__ void store_average(const Lane<Spread::kRuns>& lane, const Entry<Layout>& entry,
+                                                     int64_t first, int which, const Average<Layout::kState>& average) {
+  constexpr int kElemBytes = Layout::kAverageElemBytes;
   std::byte* base = average_base(lane, which);
-  if constexpr (kState == StateKind::kInt8) {
-    store_words(lane, at, base, true, average.stored.words);
-    if (lane.index == 0) *scale_at(lane, at, base) = static_cast<uint16_t>(average.stored.scale_bits);
+  std::byte* to = base + kElemBytes * first + kUnitBytes * lane.in_warp;
+  if constexpr (Layout::kState == StateKind::kInt8) {
+    store_elements_by<kElemBytes>(entry.average(which), lane.in_warp, to, average.stored.words);
+    if (lane.index == 0) {
+      auto* scales = reinterpret_cast<uint16_t*>(base + lane.state_layout.scales_offset);
+      scales[first_scale(lane, first) + group_in_warp(lane)] = static_cast<uint16_t>(average.stored.scale_bits);
+    }
   } else {
-    store_words(lane, at, base, true, average.words);
+    store_elements_by<kElemBytes>(entry.average(which), lane.in_warp, to, average.words);
   }
 }
 
@@ -160,23 +213,25 @@ struct Averages {
   Average<kState> at[kAverages];
 };
 
-template <StateKind kState, int kAverages, Spread kSpread>
-static __device__ __forceinline__ void store_averages(const Lane<kSpread>& lane, const GroupAt& at,
-                                                      const Averages<kState, kAverages>& averages) {
+// By way of the arrays that they were read from: no lane may need those any more.
+template <int kAverages, typename Layout>
+static __device__ __forceinline__ void store_averages(const Lane<Spread::kRuns>& lane, const Entry<Layout>& entry,
+                                                      int64_t first,
+                                                      const Averages<Layout::kState, kAverages>& averages) {
 #pragma unroll
-  for (int which = 0; which < kAverages; ++which) store_average(lane, at, which, averages.at[which]);
+  for (int which = 0; which < kAverages; ++which) store_average(lane, entry, first, which, averages.at[which]);
 }
 
 // update_element of the core from the residual u, which is overwritten, and the old averages.
-template <int kAverages, Spread kSpread, typename Layout>
-static __device__ __forceinline__ Averages<Layout::kState, kAverages> quick_update(const Lane<kSpread>& lane,
-                                                                                   const GroupAt& at,
+template <int kAverages, typename Layout>
+static __device__ __forceinline__ Averages<Layout::kState, kAverages> quick_update(const Lane<Spread::kRuns>& lane,
                                                                                    const Entry<Layout>& entry,
+                                                                                   int64_t first,
                                                                                    float (&u)[kLaneElems], bool& sure) {
   const Feedback& fb = lane.site.plan.feedback;
   float c[kLaneElems];
-  const Average<Layout::kState> c_before = read_average(lane, at, entry, 0);
-  const Average<Layout::kState> m1_before = read_average(lane, at, entry, kAverages - 1);
+  const Average<Layout::kState> c_before = read_average(lane, entry, first, 0);
+  const Average<Layout::kState> m1_before = read_average(lane, entry, first, kAverages - 1);
 #pragma unroll
   for (int part = 0; part < kLaneChunks; ++part) {
     float old_c[kChunkElems];
@@ -203,16 +258,16 @@ static __device__ __forceinline__ Averages<Layout::kState, kAverages> quick_upda
 // ---- a group that this rank encodes -------------------------------------------------------------------------------
 
 // This rank's contribution from its elements: rotated, then corrected.
-template <DType kDType, Spread kSpread, typename Layout>
-static __device__ __forceinline__ void quick_contribution(const Lane<kSpread>& lane, const GroupAt& at,
-                                                          const Entry<Layout>& entry,
+template <DType kDType, typename Layout>
+static __device__ __forceinline__ void quick_contribution(const Lane<Spread::kRuns>& lane, const GroupAt& at,
+                                                          const Entry<Layout>& entry, int64_t first,
                                                           ChunkWords<2> (&words)[kLaneChunks], float (&x)[kLaneElems],
                                                           bool& sure) {
   if (at.rotated) flip_signs<kDType>(lane, words);
   widen_elements<kDType>(words, x);
   rotate_entry(lane, at, x);
   if constexpr (Layout::kState != StateKind::kNone) {
-    const Average<Layout::kState> correction = read_average(lane, at, entry, 0);
+    const Average<Layout::kState> correction = read_average(lane, entry, first, 0);
 #pragma unroll
     for (int part = 0; part < kLaneChunks; ++part) {
       float c[kChunkElems];
@@ -248,8 +303,8 @@ static __device__ __forceinline__ Encoded<kBits> quick_encode(const Lane<kSpread
 // ---- a group that this rank stores --------------------------------------------------------------------------------
 
 // What is delivered, in words of the tensor; values of a group whose scale is moderate hold no NaN.
-template <DType kDType, Spread kSpread>
-static __device__ __forceinline__ void quick_result(const Lane<kSpread>& lane, const GroupAt& at,
+template <DType kDType>
+static __device__ __forceinline__ void quick_result(const Lane<Spread::kRuns>& lane, const GroupAt& at,
                                                     float (&decoded)[kLaneElems], ChunkWords<2> (&words)[kLaneChunks]) {
   rotate_exit(lane, at, decoded);
 #pragma unroll
@@ -258,15 +313,15 @@ static __device__ __forceinline__ void quick_result(const Lane<kSpread>& lane, c
 }
 
 // residual "group": u becomes this rank's contribution, which the entry has, without its share of the result.
-template <DType kDType, Spread kSpread, typename Layout>
-static __device__ __forceinline__ void quick_group_residual(const Lane<kSpread>& lane, const GroupAt& at,
-                                                            const Entry<Layout>& entry,
+template <DType kDType, typename Layout>
+static __device__ __forceinline__ void quick_group_residual(const Lane<Spread::kRuns>& lane, const GroupAt& at,
+                                                            const Entry<Layout>& entry, int64_t first,
                                                             const float (&decoded)[kLaneElems], float (&u)[kLaneElems],
                                                             bool& sure) {
   const float inverse_world = 1.0f / static_cast<float>(lane.site.plan.world_size);
   ChunkWords<2> words[kLaneChunks];
-  read_elements<2>(lane, entry.at, words);
-  quick_contribution<kDType>(lane, at, entry, words, u, sure);
+  read_elements<2>(entry.at, lane.in_warp, words);
+  quick_contribution<kDType>(lane, at, entry, first, words, u, sure);
 #pragma unroll
   for (int part = 0; part < kLaneChunks; ++part) {
     float seen[kChunkElems];
@@ -280,11 +335,12 @@ static __device__ __forceinline__ void quick_group_residual(const Lane<kSpread>&
   }
 }
 
-// True if the warp's groups were stored. kUpdates: with the averages of the residual "group".
-template <DType kDType, int kBits, bool kUpdates, int kAverages, Spread kSpread, typename Layout>
-static __device__ __forceinline__ bool quick_tail(const Lane<kSpread>& lane, const GroupAt& at,
-                                                  const Entry<Layout>& entry) {
-  const auto encoded = read_encoded<kBits>(lane, entry.codes(), entry.params());
+// True if the warp's groups, which begin at element `first`, were stored; by way of `array`, four units per lane, which
+// may be the entry's elements. kUpdates: with the averages of the residual "group".
+template <DType kDType, int kBits, bool kUpdates, int kAverages, typename Layout>
+static __device__ __forceinline__ bool quick_tail(const Lane<Spread::kRuns>& lane, const GroupAt& at,
+                                                  const Entry<Layout>& entry, SharedAddress array, int64_t first) {
+  const auto encoded = read_encoded<kBits>(lane, entry);
   bool sure = true;
   const QuickDecoder decoder = quick_decoder<kBits>(encoded.params, lane.site.plan.codec, sure);
   sure = sure && cannot_decode_to_nan(decoder.scale);
@@ -297,19 +353,20 @@ static __device__ __forceinline__ bool quick_tail(const Lane<kSpread>& lane, con
     for (int i = 0; i < kChunkElems; ++i) decoded[kChunkElems * part + i] = values[i];
   }
   ChunkWords<2> words[kLaneChunks];
-  std::byte* tensor = static_cast<std::byte*>(lane.site.tensor);
   if constexpr (kUpdates) {
     float u[kLaneElems];
-    quick_group_residual<kDType>(lane, at, entry, decoded, u, sure);
-    const auto averages = quick_update<kAverages>(lane, at, entry, u, sure);
+    quick_group_residual<kDType>(lane, at, entry, first, decoded, u, sure);
+    const auto averages = quick_update<kAverages>(lane, entry, first, u, sure);
     quick_result<kDType>(lane, at, decoded, words);
     if (!__all_sync(kAllLanes, sure)) return false;
-    store_averages(lane, at, averages);
+    __syncwarp();
+    store_averages(lane, entry, first, averages);
   } else {
     quick_result<kDType>(lane, at, decoded, words);
     if (!__all_sync(kAllLanes, sure)) return false;
   }
-  store_words(lane, at, tensor, true, words);
+  std::byte* tensor = static_cast<std::byte*>(lane.site.tensor);
+  store_elements_by<2>(array, lane.in_warp, tensor + 2 * first + kUnitBytes * lane.in_warp, words);
   return true;
 }
 

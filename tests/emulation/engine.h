@@ -60,8 +60,8 @@ T& shared(Location at = Location::current()) {
   return *static_cast<T*>(shared_variable(sizeof(T), alignof(T), at));
 }
 
-// The shared memory that the launch asked for.
-void* dynamic_shared(Location at = Location::current());
+// Bytes of the shared memory that the launch asked for, from `offset` on; aligned to their number, up to 16.
+void* dynamic_shared(size_t offset, size_t bytes, Location at = Location::current());
 
 // Copies that go on by themselves: carried out at once or when their set is waited for, as chance has it; until then
 // the place they go to is undefined (0xa5). close_copies ends a set; all but the last `open` are waited for.

@@ -122,11 +122,27 @@ static inline T load_relaxed_sys(const T* at) {
   return std::atomic_ref<T>(*const_cast<T*>(at)).load(std::memory_order_relaxed);
 }
 
-static inline std::byte* dynamic_shared() { return static_cast<std::byte*>(emulation::dynamic_shared()); }
+static inline void store_global_quad(std::byte* to, const uint4& quad) { *reinterpret_cast<uint4*>(to) = quad; }
+static inline void store_global_word(std::byte* to, uint32_t word) { *reinterpret_cast<uint32_t*>(to) = word; }
+
+// Here: an offset in what the launch asked for.
+using SharedAddress = uint32_t;
+
+static inline SharedAddress dynamic_shared() { return 0; }
+
+static inline uint4 load_shared_quad(SharedAddress at) {
+  return *static_cast<const uint4*>(emulation::dynamic_shared(at, sizeof(uint4)));
+}
+static inline uint32_t load_shared_word(SharedAddress at) {
+  return *static_cast<const uint32_t*>(emulation::dynamic_shared(at, sizeof(uint32_t)));
+}
+static inline void store_shared_quad(SharedAddress at, const uint4& quad) {
+  *static_cast<uint4*>(emulation::dynamic_shared(at, sizeof(uint4))) = quad;
+}
 
 template <int kBytes>
-static inline void start_copy(std::byte* to, const std::byte* from) {
-  emulation::start_copy(to, from, kBytes);
+static inline void start_copy(SharedAddress to, const std::byte* from) {
+  emulation::start_copy(emulation::dynamic_shared(to, kBytes), from, kBytes);
 }
 static inline void close_copies() { emulation::close_copies(); }
 template <int kOpen>

@@ -254,9 +254,11 @@ void* shared_variable(size_t bytes, size_t alignment, Location at) {
   return memory;
 }
 
-void* dynamic_shared(Location at) {
-  const size_t bytes = self().block->kernel->shared_bytes;
-  return shared_variable(bytes == 0 ? 1 : bytes, 16, at);
+void* dynamic_shared(size_t offset, size_t bytes, Location at) {
+  const size_t all = self().block->kernel->shared_bytes;
+  if (offset % bytes != 0 || offset + bytes > all) fail("not a place in the dynamic shared memory", at);
+  static constexpr Location kDeclaration = Location::current();
+  return static_cast<std::byte*>(shared_variable(all, 128, kDeclaration)) + offset;
 }
 
 void start_copy(void* to, const void* from, size_t bytes) {
