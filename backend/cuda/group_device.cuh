@@ -19,7 +19,8 @@
 
 namespace echo::cuda {
 
-constexpr int kWarpLanes = 32;
+constexpr int kWarpLanesLog2 = 5;
+constexpr int kWarpLanes = 1 << kWarpLanesLog2;
 constexpr uint32_t kAllLanes = 0xffffffffu;
 constexpr int kLaneChunks = 4;
 constexpr int kLaneElems = kLaneChunks * kChunkElems;

@@ -26,11 +26,11 @@ template <typename Tasks>
 __device__ __forceinline__ int32_t walk_tiles(const Tasks& lane) {
   const bool late = stores_first();
   const int32_t behind = 2 * kLookAhead + (late ? 1 : 0);
+  if (threadIdx.x / kWarpLanes == kPrepareWarp) lane.prepare(0, -behind);
 #pragma unroll 1
   for (int32_t step = 0; step < lane.tiles + behind; ++step) {
     const int32_t reduced = step - kLookAhead;
     const int32_t stored = step - behind;
-    lane.prepare(step, stored);
     if (!lane.wait_for_both(late ? -1 : reduced, stored)) return stored;
 #pragma unroll 1
     for (int32_t half = 0; half < 2; ++half) {
@@ -38,6 +38,8 @@ __device__ __forceinline__ int32_t walk_tiles(const Tasks& lane) {
         lane.encode(step);
         __syncthreads();
         if (threadIdx.x / kWarpLanes == kReleaseWarp) lane.hand_over(step);
+        // Nobody looks at the parts of the step before this one any more.
+        if (threadIdx.x / kWarpLanes == kPrepareWarp) lane.prepare(step + 1, stored + 1);
       } else {
         lane.store(step);
         if (late && !lane.wait_for_both(reduced, -1)) return stored + 1;

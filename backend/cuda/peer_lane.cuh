@@ -9,6 +9,9 @@ namespace echo::cuda {
 constexpr int kPushWaitWarp = 0;
 constexpr int kGatherWaitWarp = 1;
 constexpr int kReleaseWarp = 2;
+// And the one that meanwhile prepares the next step.
+constexpr int kPrepareWarp = 3;
+static_assert(kPrepareWarp < kPeerWarps && 2 * kMaxPeerDevices <= kWarpLanes);
 
 // The parts of a step, by turn: this rank's own first, then those of its peers in an order of its own, so that not all
 // ranks write to the same one.
@@ -45,31 +48,24 @@ struct PeerLane {
   }
   __device__ __forceinline__ bool has(int32_t i) const { return i >= 0 && i < tiles; }
 
-  // Before step `step`, which stores tile `last`. By one thread per rank.
+  // What step `step` works on, which stores tile `last`. By one warp, a lane per part: in the warp's lower half those
+  // that are encoded, in the upper those that are stored.
   __device__ __forceinline__ void prepare(int32_t step, int32_t last) const {
-    const auto turn = static_cast<int32_t>(threadIdx.x);
+    const auto turn = static_cast<int32_t>(threadIdx.x % kMaxPeerDevices);
     if (turn >= job.shape.world_size) return;
+    const bool stores = threadIdx.x % kWarpLanes >= kMaxPeerDevices;
+    PeerPart& part = stores ? steps[step % 2].stored[turn] : steps[step % 2].encoded[turn];
+    const int32_t i = stores ? last : turn == 0 ? step - kLookAhead : step;
+    if (!has(i)) {
+      part.tasks = 0;
+      return;
+    }
     const int32_t self = job.site.plan.rank;
     const int32_t owner = rank_at(turn);
-    StepParts& parts = steps[step % 2];
-    PeerPart& encoded = parts.encoded[turn];
-    const int32_t i = turn == 0 ? step - kLookAhead : step;
-    if (has(i)) {
-      encoded = make_part(job, owner, tile(i));
-      encoded.slot = slot_at(turn == 0 ? Stage::kGather : Stage::kPush, self, i);
-      encoded.tile = job.slabs[owner] + encoded.slot;
-      encoded.pushed = job.slabs[self] + slot_at(Stage::kPush, self == 0 ? 1 : 0, i);
-    } else {
-      encoded.tasks = 0;
-    }
-    PeerPart& stored = parts.stored[turn];
-    if (has(last)) {
-      stored = make_part(job, owner, tile(last));
-      stored.slot = slot_at(Stage::kGather, owner, last);
-      stored.tile = job.slabs[self] + stored.slot;
-    } else {
-      stored.tasks = 0;
-    }
+    part = make_part(job, owner, tile(i));
+    part.slot = slot_at(stores || turn == 0 ? Stage::kGather : Stage::kPush, stores ? owner : self, i);
+    part.tile = job.slabs[stores ? self : owner] + part.slot;
+    part.pushed = job.slabs[self] + slot_at(Stage::kPush, self == 0 ? 1 : 0, i);
   }
 
   // One warp: until tile i of a stage has come from every peer; false after a fault.

@@ -21,8 +21,7 @@ struct Ahead {
   // What lanes store goes by way of an array; where elements are loaded for it, of theirs.
   static constexpr int kOutBytes = kUsed && !kStoresState ? 2 * kTaskElems : 0;
 
-  static constexpr int kWarpBytes =
-      kUsed ? kPeerDynamicBytes / peer_blocks(kState, kKind) / kPeerWarps / 128 * 128 : 0;
+  static constexpr int kWarpBytes = kUsed ? kPeerDynamicBytes / peer_blocks(kState, kKind) / kPeerWarps / 128 * 128 : 0;
   static constexpr int kEncodeEntries = kWarpBytes / Encode::kBytes < 4 ? kWarpBytes / Encode::kBytes : 4;
   static constexpr int kStoreRoom = kWarpBytes - kOutBytes;
   static constexpr int kStoreEntries = kStoreRoom / Store::kBytes < 6 ? kStoreRoom / Store::kBytes : 6;
@@ -41,10 +40,10 @@ struct LaneTasks : PeerLane {
   static constexpr bool kUpdatesLocal = kState != StateKind::kNone && kResidual == Residual::kLocal;
   using Rings = Ahead<kBits, kState, kResidual, kAverages, kKind>;
 
-  Lane<Spread::kRuns> runs;  // of groups that the quick loops take, at no place in particular
-  SharedAddress ring;        // of this warp
+  Lane<Spread::kRuns> whole;  // of groups that the quick loops take, at no place in particular
+  SharedAddress ring;         // of this warp
 
-  __device__ __forceinline__ explicit LaneTasks(const PeerLane& lane) : PeerLane(lane), runs(quick_lane()) {
+  __device__ __forceinline__ explicit LaneTasks(const PeerLane& lane) : PeerLane(lane), whole(quick_lane()) {
     ring = dynamic_shared() + threadIdx.x / kWarpLanes * Rings::kRingBytes;
   }
 
@@ -66,6 +65,15 @@ struct LaneTasks : PeerLane {
                                .quick_clip = true,
                                .corrected = kState != StateKind::kNone,
                                .state = StateDType::kBFloat16};
+  }
+
+  // For one loop: what follows from it is computed there, not ahead of all steps and kept in local memory.
+  __device__ __forceinline__ Lane<Spread::kRuns> lane_here() const {
+    Lane<Spread::kRuns> lane = whole;
+    lane.lanes_log2 = static_cast<int32_t>(recompute_here(static_cast<uint32_t>(lane.lanes_log2)));
+    lane.index = static_cast<int32_t>(recompute_here(static_cast<uint32_t>(lane.index)));
+    lane.in_warp = recompute_here(lane.in_warp);
+    return lane;
   }
 
   __device__ __forceinline__ static constexpr GroupAt quick_group() {
@@ -169,15 +177,16 @@ struct LaneTasks : PeerLane {
 
   // ---- push and reduce ----------------------------------------------------------------------------------------------
 
-  __device__ __forceinline__ void fetch_for_encode(const Cursor& cursor,
+  __device__ __forceinline__ void fetch_for_encode(const Lane<Spread::kRuns>& runs, const Cursor& cursor,
                                                    const Entry<typename Rings::Encode>& entry) const {
     start_stored_copies<kUpdatesLocal ? kAverages : 1>(runs, entry, cursor.first);
     if (cursor.turn == 0) start_code_copies<kBits>(runs, entry, first_pushed(*cursor.part), cursor.task);
   }
 
   // sum += what ranks begin, begin + 1, ... end - 1 but this one pushed, in that order; `copy` is the first.
-  __device__ __forceinline__ void add_copies(const Copies<kBits>& copies, const GroupAt& at, Encoded<kBits>& copy,
-                                             int32_t begin, int32_t end, float (&sum)[kLaneElems], bool& sure) const {
+  __device__ __forceinline__ void add_copies(const Lane<Spread::kRuns>& runs, const Copies<kBits>& copies,
+                                             const GroupAt& at, Encoded<kBits>& copy, int32_t begin, int32_t end,
+                                             float (&sum)[kLaneElems], bool& sure) const {
 #pragma unroll 1
     for (int32_t rank = begin; rank < end;) {
       const Encoded<kBits> here = copy;
@@ -188,7 +197,7 @@ struct LaneTasks : PeerLane {
   }
 
   // True if the warp's groups were encoded and handed on.
-  __device__ __forceinline__ bool quick_encode_task(const Cursor& cursor,
+  __device__ __forceinline__ bool quick_encode_task(const Lane<Spread::kRuns>& runs, const Cursor& cursor,
                                                     const Entry<typename Rings::Encode>& entry) const {
     const bool owned = cursor.turn == 0;
     bool sure = true;
@@ -202,7 +211,7 @@ struct LaneTasks : PeerLane {
     } else {
       if (owned) {
         auto copy = read_encoded<kBits>(runs, entry);
-        add_all(cursor, copy, x, sure);
+        add_all(runs, cursor, copy, x, sure);
       }
       extremes = group_extremes(runs, quick_group(), x);
     }
@@ -219,19 +228,19 @@ struct LaneTasks : PeerLane {
     }
     exchange_run<kBits / 4>(entry.codes(), runs.in_warp, encoded.codes);
     if (!owned) {
-      store_task(cursor, encoded, own_view<std::byte>(*cursor.part));
+      store_task(runs, cursor, encoded, own_view<std::byte>(*cursor.part));
       return true;
     }
 #pragma unroll 1
     for (int32_t turn = 0; turn < job.shape.world_size; ++turn) {
-      store_task(cursor, encoded, part_view(job.slabs[rank_at(turn)], *cursor.part));
+      store_task(runs, cursor, encoded, part_view(job.slabs[rank_at(turn)], *cursor.part));
     }
     return true;
   }
 
   // Codes side by side: what a warp stores at a time has no gaps, which links between devices would send along.
-  __device__ __forceinline__ void store_task(const Cursor& cursor, const Encoded<kBits>& encoded,
-                                             const TileView<std::byte>& tile) const {
+  __device__ __forceinline__ void store_task(const Lane<Spread::kRuns>& runs, const Cursor& cursor,
+                                             const Encoded<kBits>& encoded, const TileView<std::byte>& tile) const {
     const auto task = static_cast<uint32_t>(cursor.task);
     store_side<kBits / 4>(tile.codes + (task * (kTaskElems * kBits / 8) + kUnitBytes * runs.in_warp), encoded.codes);
     if (runs.index == 0) {
@@ -241,8 +250,8 @@ struct LaneTasks : PeerLane {
   }
 
   // The sum over the ranks in rank order, from this rank's part of it.
-  __device__ __forceinline__ void add_all(const Cursor& cursor, Encoded<kBits>& copy, float (&x)[kLaneElems],
-                                          bool& sure) const {
+  __device__ __forceinline__ void add_all(const Lane<Spread::kRuns>& runs, const Cursor& cursor, Encoded<kBits>& copy,
+                                          float (&x)[kLaneElems], bool& sure) const {
     if constexpr (kPair) {
       quick_add(runs, copy, x, sure);
     } else {
@@ -253,17 +262,19 @@ struct LaneTasks : PeerLane {
       // -0 + y is y for every y, -0 included: the sum starts from rank 0's value.
 #pragma unroll
       for (int e = 0; e < kLaneElems; ++e) below[e] = -0.0f;
-      add_copies(copies, at, copy, copies.after(-1), job.site.plan.rank, below, sure);
+      add_copies(runs, copies, at, copy, copies.after(-1), job.site.plan.rank, below, sure);
 #pragma unroll
       for (int e = 0; e < kLaneElems; ++e) x[e] = below[e] + x[e];
-      add_copies(copies, at, copy, job.site.plan.rank + 1, job.shape.world_size, x, sure);
+      add_copies(runs, copies, at, copy, job.site.plan.rank + 1, job.shape.world_size, x, sure);
     }
   }
 
   __device__ __forceinline__ void encode(int32_t step) const {
+    const auto runs = lane_here();
     for_each_task<typename Rings::Encode, Rings::kEncodeEntries>(
-        steps[step % 2].encoded, ring, [&](const auto& cursor, const auto& entry) { fetch_for_encode(cursor, entry); },
-        [&](const auto& cursor, const auto& entry) { return quick_encode_task(cursor, entry); },
+        steps[step % 2].encoded, ring,
+        [&](const auto& cursor, const auto& entry) { fetch_for_encode(runs, cursor, entry); },
+        [&](const auto& cursor, const auto& entry) { return quick_encode_task(runs, cursor, entry); },
         [&](const Cursor& cursor) {
           if (cursor.turn == 0) {
             reduce_task<kDType, kBits, kState>(job, *cursor.part, cursor.task, call.rescale_log2);
@@ -275,16 +286,17 @@ struct LaneTasks : PeerLane {
 
   // ---- tail ---------------------------------------------------------------------------------------------------------
 
-  __device__ __forceinline__ void fetch_for_store(const Cursor& cursor,
+  __device__ __forceinline__ void fetch_for_store(const Lane<Spread::kRuns>& runs, const Cursor& cursor,
                                                   const Entry<typename Rings::Store>& entry) const {
     start_code_copies<kBits>(runs, entry, own_view<const std::byte>(*cursor.part), cursor.task);
     if constexpr (Rings::kStoresState) start_stored_copies<kAverages>(runs, entry, cursor.first);
   }
 
   __device__ __forceinline__ void store(int32_t step) const {
+    const auto runs = lane_here();
     for_each_task<typename Rings::Store, Rings::kStoreEntries>(
         steps[step % 2].stored, ring + Rings::kOutBytes,
-        [&](const auto& cursor, const auto& entry) { fetch_for_store(cursor, entry); },
+        [&](const auto& cursor, const auto& entry) { fetch_for_store(runs, cursor, entry); },
         [&](const auto& cursor, const auto& entry) {
           return quick_tail<kDType, kBits, Rings::kStoresState, kAverages>(
               runs, quick_group(), entry, Rings::kStoresState ? entry.at : ring, cursor.first);

@@ -22,7 +22,7 @@ struct PeerJob {
   int64_t groups;   // of the tensor; like the next, counted once, on the host: it takes divisions
   int64_t segment;  // groups that a rank owns
   int64_t tile_groups;
-  int64_t tiles;  // of a segment
+  int64_t tiles;     // of a segment
   float sure_steps;  // sure_steps_inside of the codec
   uint64_t timeout_ns;
   GroupState* group;
@@ -69,14 +69,14 @@ constexpr int kPeerDynamicBytes =
 struct PeerPart {
   GroupRange groups;
   int64_t first_elem;
-  int64_t slot;    // offset in a slab of the tile written, or of the one that is stored
-  std::byte* tile;  // the one written, in its owner's slab, or the one that is stored
+  int64_t slot;             // offset in a slab of the tile written, or of the one that is stored
+  std::byte* tile;          // the one written, in its owner's slab, or the one that is stored
   const std::byte* pushed;  // of a part that this rank sums up: the tile that the first other rank pushed
-  int32_t room;    // groups that its slot has room for
-  int32_t params;  // from its codes to its parameters
-  int32_t full;    // groups that are whole
-  int32_t dense;   // tasks, so many groups side by side in a warp, that the quick loops may take: no lane lacks a group
-  int32_t tasks;   // all of them, with the one of the tensor's partial group
+  int32_t room;             // groups that its slot has room for
+  int32_t params;           // from its codes to its parameters
+  int32_t full;             // groups that are whole
+  int32_t dense;  // tasks, so many groups side by side in a warp, that the quick loops may take: no lane lacks a group
+  int32_t tasks;  // all of them, with the one of the tensor's partial group
   int32_t owner;
 };
 
@@ -90,9 +90,9 @@ __device__ __forceinline__ PeerPart make_part(const PeerJob& job, int32_t owner,
   part.params = static_cast<int32_t>(params_offset(codec, part.room));
   const bool partial = job.partial && part.groups.end == job.groups && part.groups.begin < part.groups.end;
   part.full = static_cast<int32_t>(part.groups.end - part.groups.begin) - (partial ? 1 : 0);
-  const int32_t side = groups_side_by_side(lanes_log2_of(codec));
-  part.dense = reinterpret_cast<uintptr_t>(job.site.tensor) % 16 == 0 ? part.full / side : 0;
-  part.tasks = (part.full + side - 1) / side + (partial ? 1 : 0);
+  const int32_t side_log2 = kWarpLanesLog2 - lanes_log2_of(codec);  // of the groups that a task has
+  part.dense = reinterpret_cast<uintptr_t>(job.site.tensor) % 16 == 0 ? part.full >> side_log2 : 0;
+  part.tasks = ((part.full + (1 << side_log2) - 1) >> side_log2) + (partial ? 1 : 0);
   part.owner = owner;
   return part;
 }

@@ -135,7 +135,8 @@ static __device__ __forceinline__ void store_global_word(std::byte* to, uint32_t
   asm volatile("st.global.u32 [%0], %1;" : : "l"(to), "r"(word) : "memory");
 }
 
-// A place in shared memory as instructions name it: one register, and constants added to it are part of the instruction.
+// A place in shared memory as instructions name it: one register, and constants added to it are part of the
+// instruction.
 using SharedAddress = uint32_t;
 
 // The shared memory that the launch asked for, aligned to 128 bytes.
