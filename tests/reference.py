@@ -115,20 +115,30 @@ def butterflies(runs: Tensor) -> Tensor:
     return runs.reshape(-1, size)
 
 
+def run_signs(size: int) -> Tensor:
+    return torch.tensor([-1.0 if fmix32(i + 1) & 1 else 1.0 for i in range(size)])
+
+
 def rotate(v: Tensor, present: Tensor, codec: Codec, way: str) -> Tensor:
-    """Rows into ("entry") or out of ("exit") the rotated domain; partial groups stay as they are."""
+    """Rows into ("entry") or out of ("exit") the rotated domain; partial groups stay as they are. What is delivered
+    leaves it another way, see `leave`."""
     size = codec.rotation_size
     if size == 0:
         return v
     m = size.bit_length() - 1
-    signs = torch.tensor([-1.0 if fmix32(i + 1) & 1 else 1.0 for i in range(size)])
+    signs = run_signs(size)
     half = codec.scale_dtype == "float16"  # half of the factor 2^-m on entry keeps the scales within fp16
     if way == "entry":
         runs = butterflies(v.reshape(-1, size) * signs)
         runs = runs * f32(2.0 ** -((m + 1) // 2)) if half else runs
     else:
-        runs = butterflies(v.reshape(-1, size)) * f32(2.0 ** -(m // 2 if half else m)) * signs
+        runs = butterflies(v.reshape(-1, size)) * f32(exit_factor(codec)) * signs
     return torch.where(present.all(-1, keepdim=True), runs.view(v.shape), v)
+
+
+def exit_factor(codec: Codec) -> float:
+    m = codec.rotation_size.bit_length() - 1
+    return 2.0 ** -(m // 2 if codec.scale_dtype == "float16" else m)
 
 
 @dataclass
@@ -190,6 +200,19 @@ def affine_parameters(lo: Tensor, hi: Tensor, codec: Codec) -> tuple[Tensor, Ten
 def decode(encoded: Encoded, present: Tensor) -> Tensor:
     values = encoded.s[:, None] * (encoded.codes.to(torch.float32) - encoded.z[:, None])
     return torch.where(present, values, f32(0.0))
+
+
+def leave(encoded: Encoded, present: Tensor, codec: Codec, k: int = 0) -> Tensor:
+    """What is delivered of encoded rows, before its rounding to the tensor's dtype; `k` is the rescale's. Rotated rows
+    are transformed as codes, in integers: fl(fl(s * f) * t) is all that rounds, but for t of a run's first element."""
+    values, size = decode(encoded, present) * f32(2.0**-k), codec.rotation_size
+    if size == 0:
+        return values
+    per_row = (-1, codec.group_size // size, size)
+    t = butterflies(encoded.codes.to(torch.int32).reshape(-1, size)).float().view(per_row)
+    t[..., 0] = t[..., 0] - (f32(float(size)) * encoded.z)[:, None]
+    runs = (encoded.s * f32(exit_factor(codec) * 2.0**-k))[:, None, None] * t * run_signs(size)
+    return torch.where(present.all(-1, keepdim=True), runs.view(values.shape), values)
 
 
 def pack_tile(encoded: Encoded, codec: Codec) -> Tensor:
@@ -338,7 +361,7 @@ def all_reduce(
 
     # gather and tail: the owner decodes its own codes like everyone else
     delivered = decode(total, present) * down
-    output = narrow(rotate(delivered, present, codec, "exit").view(-1)[:numel], first.dtype)
+    output = narrow(leave(total, present, codec, k).view(-1)[:numel], first.dtype)
     Y = delivered if codec.rotation_size else to_groups(output, g)
 
     # update

@@ -20,15 +20,19 @@ from reference import (
     Feedback,
     Site,
     all_reduce,
+    butterflies,
     ceil16,
     decode,
     encode,
+    exit_factor,
     f32,
     fmix32,
+    leave,
     narrow,
     pack_tile,
     present_mask,
     rotate,
+    run_signs,
     segments,
     to_groups,
     unpack_tile,
@@ -223,6 +227,34 @@ def test_rotation(size: int, name: str) -> None:
     assert torch.equal(rotated[:4].view(-1, size), x[:4].view(-1, size) @ matrix.T)
 
 
+@pytest.mark.parametrize("name", SMALLEST_SCALE)
+@pytest.mark.parametrize("quantizer", QUANTIZERS)
+@pytest.mark.parametrize("size", (2, 8, 32, 128, 1024))
+def test_what_leaves_the_rotation_is_rounded_once(size: int, quantizer: str, name: str) -> None:
+    group_size = max(128, size)
+    present = torch.ones(12, group_size, dtype=torch.bool)
+    for bits, kind in itertools.product((4, 8), data.KINDS):
+        codec = Codec(bits, group_size, quantizer, rotation_size=size, scale_dtype=name)
+        x = data.contributions(kind, 1, present.numel(), torch.float32, seed=size)[0]
+        encoded = encode(rotate(to_groups(x, group_size), present, codec, "entry"), present, codec)
+        delivered, before = leave(encoded, present, codec), rotate(decode(encoded, present), present, codec, "exit")
+        good = encoded.s.isfinite()
+        assert delivered[~good].isnan().all() and not delivered[good].isnan().any()
+        assert (delivered[encoded.s == 0] == 0).all()
+
+        s, z = (p[good].double()[:, None, None] for p in (encoded.s, encoded.z))
+        t = butterflies(encoded.codes[good].double().reshape(-1, size)).view(-1, group_size // size, size)
+        t[..., :1] -= size * z
+        exact = s * exit_factor(codec) * t * run_signs(size).double()
+        error, error_before = ((v[good].view(exact.shape).double() - exact).abs() for v in (delivered, before))
+        roundings = torch.ones(size, dtype=torch.float64)
+        roundings[0] = 2 + 4 * EPS  # that of t_0, too; the last term: of second order, and those of double
+        small = exact.abs() < 2.0**127
+        assert (error <= exact.abs() * roundings * EPS + 2.0**-150)[small].all()
+        nearest = small & (t == t.float().double()) & before[good].view(exact.shape).isfinite()
+        assert (error <= error_before)[nearest].all()
+
+
 def test_fmix32_and_the_signs_it_gives() -> None:
     assert (fmix32(0), fmix32(1), fmix32(0xFFFFFFFF)) == (0, 0x514E28B7, 0x81F16F39)  # published values
     assert 48 <= sum(fmix32(i + 1) & 1 for i in range(128)) <= 80
@@ -278,11 +310,11 @@ def by_messages(x: list[Tensor], codec: Codec, c: Tensor) -> tuple[list[Tensor],
     outputs = []
     for _ in range(size):
         tiles = [
-            decode(unpack_tile(tile, end - begin, codec), present[begin:end])
+            leave(unpack_tile(tile, end - begin, codec), present[begin:end], codec)
             for tile, (begin, end) in zip(gathered, parts, strict=True)
             if end > begin
         ]
-        outputs.append(narrow(rotate(torch.cat(tiles), present, codec, "exit").view(-1)[:numel], x[0].dtype))
+        outputs.append(narrow(torch.cat(tiles).view(-1)[:numel], x[0].dtype))
     return outputs, torch.cat(sums)
 
 

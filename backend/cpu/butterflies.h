@@ -118,6 +118,7 @@ static inline void rotate_entry(float* x, int elems, const Codec& codec) {
   }
 }
 
+// The way back of fp32 values, those of a state.
 static inline void rotate_exit(float* x, int elems, const Codec& codec) {
   const int m = codec.rotation_log2;
   const FloatVector factor = all_of(rotation_exit_factor(codec));

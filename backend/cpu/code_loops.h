@@ -34,30 +34,62 @@ ECHO_INLINE void with_rounding(Rounding rounding, Visit&& visit) {
   }
 }
 
+// The numbers that codes stand for. The 16 of 4-bit codes fit a vector of AVX-512, where they are looked up.
+template <int kBits>
+class CodeValues {
+ public:
+  static constexpr bool kTable = kBits == 4 && kVectorElems == 16;
+
+  ECHO_INLINE_MEMBER explicit CodeValues(Quantizer quantizer) {
+    sign_ = IntVector{} + (quantizer == Quantizer::kSymmetric ? 1 << (kBits - 1) : 0);
+    if constexpr (kTable) table_ = of_lone_code(all_codes());
+  }
+
+  // Bits above the code may hold anything.
+  ECHO_INLINE_MEMBER FloatVector of_code(IntVector code) const {
+    if constexpr (kTable) return look_up(table_, code);
+    return of_lone_code(code & ((1 << kBits) - 1));
+  }
+  // Bits above the code are 0.
+  ECHO_INLINE_MEMBER FloatVector of_lone_code(IntVector code) const {
+    return __builtin_convertvector((code ^ sign_) - sign_, FloatVector);
+  }
+  static ECHO_INLINE_MEMBER IntVector all_codes() {
+    IntVector codes;
+    for (int i = 0; i < kVectorElems; ++i) codes[i] = i;
+    return codes;
+  }
+  static ECHO_INLINE_MEMBER FloatVector look_up(FloatVector table, IntVector code) {
+#if defined(__AVX512F__)
+    return (FloatVector)_mm512_permutexvar_ps((__m512i)code, table);
+#else
+    return __builtin_shuffle(table, code);
+#endif
+  }
+
+ private:
+  IntVector sign_;
+  FloatVector table_;
+};
+
 // Decodes the codes of one group: scale * (code - zero), times the factor that undoes the rescale (1 without one, which
 // changes nothing), then rounded. The 16 values of 4-bit codes fit a vector of AVX-512: there they are computed once
 // per group and looked up.
 template <int kBits, Rounding kRounding>
 class Decoder {
  public:
-  static constexpr bool kTable = kBits == 4 && kVectorElems == 16;
+  using Values = CodeValues<kBits>;
+  static constexpr bool kTable = Values::kTable;
 
   ECHO_INLINE_MEMBER Decoder(float scale, float zero, float factor, Quantizer quantizer)
-      : scale_(all_of(scale)), zero_(all_of(zero)), factor_(all_of(factor)) {
-    sign_ = IntVector{} + (quantizer == Quantizer::kSymmetric ? 1 << (kBits - 1) : 0);
-    if constexpr (kTable) {
-      IntVector codes;
-      for (int i = 0; i < kVectorElems; ++i) codes[i] = i;
-      table_ = compute(value_of(codes));
-    }
+      : scale_(all_of(scale)), zero_(all_of(zero)), factor_(all_of(factor)), values_(quantizer) {
+    if constexpr (kTable) table_ = compute(values_.of_lone_code(Values::all_codes()));
   }
 
   // Bits above the code may hold anything.
   ECHO_INLINE_MEMBER FloatVector of_code(IntVector code) const {
-#if defined(__AVX512F__)
-    if constexpr (kTable) return (FloatVector)_mm512_permutexvar_ps((__m512i)code, table_);
-#endif
-    return compute(value_of(code & ((1 << kBits) - 1)));
+    if constexpr (kTable) return Values::look_up(table_, code);
+    return compute(values_.of_code(code));
   }
   // Of a code as an encoder holds it: its value plus kShift.
   ECHO_INLINE_MEMBER FloatVector of_shifted(FloatVector shifted) const {
@@ -66,9 +98,6 @@ class Decoder {
   }
 
  private:
-  ECHO_INLINE_MEMBER FloatVector value_of(IntVector code) const {
-    return __builtin_convertvector((code ^ sign_) - sign_, FloatVector);
-  }
   ECHO_INLINE_MEMBER FloatVector compute(FloatVector code) const {
     return rounded<kRounding>((scale_ * (code - zero_)) * factor_);
   }
@@ -76,7 +105,7 @@ class Decoder {
   FloatVector scale_;
   FloatVector zero_;
   FloatVector factor_;
-  IntVector sign_;
+  Values values_;
   FloatVector table_;
 };
 
@@ -173,25 +202,5 @@ struct TileSource {
   const std::byte* group = nullptr;
   Decoder<kBits, kRounding> decoder{0.0f, 0.0f, 1.0f, Quantizer::kZeroAware};
 };
-
-// Decodes a batch of a tile straight into the tensor, rounded once.
-template <int kBits, DType kDType>
-static inline void deliver(const Batch& batch, const TileSource<kBits, delivered_rounding<kBits, kDType>()>& tile,
-                           void* tensor) {
-  auto source = tile;
-  for (int j = 0; j < batch.groups; ++j) {
-    source.open(j);
-    std::byte* to = static_cast<std::byte*>(tensor) + batch.elem_of(j) * dtype_bytes(kDType);
-    prefetch_group<true>(tensor, batch.first + batch.groups + j, batch.group_elems * dtype_bytes(kDType));
-    for_blocks(batch.elems_of(j), [&](int at, auto extent) {
-      const Block value = source.load(at, extent);
-      if constexpr (delivered_rounding<kBits, kDType>() == Rounding::kBFloat16) {
-        store_raw<16>(((WordVector)value.even >> 16) | (WordVector)value.odd, extent, to + 2 * at);
-      } else {
-        store_elems<kDType>(value, extent, to + at * dtype_bytes(kDType));
-      }
-    });
-  }
-}
 
 }  // namespace echo::cpu

@@ -1,6 +1,6 @@
 // The stages for one instruction set. This file is compiled once per set, with ECHO_ISA naming it; nothing in it has
 // external linkage but the table `echo::cpu::<ECHO_ISA>::stages`.
-#include "butterflies.h"
+#include "delivery.h"
 #include "float_environment.h"
 #include "stages.h"
 #include "state_loops.h"
@@ -244,30 +244,23 @@ void tail(const Site& site, GroupRange groups, int64_t tile_groups, const std::b
   const Plan& plan = site.plan;
   const float undo = power_of_two(-site.rescale_log2);
   Scratch scratch;
-  const bool direct = plan.codec.rotation_log2 == 0 && !updates_from_group(plan.feedback);
   for_batches(plan, groups, [&](const Batch& batch) {
     const int64_t slot = batch.first - groups.begin;
-    if (direct) {
+    if (updates_from_group(plan.feedback)) {
+      add_contribution(site, batch, true, false, scratch);
       with_bits(plan.codec.bits, [&](auto bits) {
-        with_dtype(plan.dtype, [&](auto dtype) {
-          const TileSource<bits, delivered_rounding<bits, dtype>()> source(tile, plan.codec, tile_groups, slot,
-                                                                           batch.groups, undo);
-          deliver<bits, dtype>(batch, source, site.tensor);
-        });
+        const TileSource<bits, Rounding::kNone> source(tile, plan.codec, tile_groups, slot, batch.groups, undo);
+        accumulate<false, false, false>(batch, source, nullptr, scratch.values.at, nullptr);
       });
-      return;
+      update_from_group(site, batch, scratch);
     }
-    if (updates_from_group(plan.feedback)) add_contribution(site, batch, true, false, scratch);
     with_bits(plan.codec.bits, [&](auto bits) {
-      const TileSource<bits, Rounding::kNone> source(tile, plan.codec, tile_groups, slot, batch.groups, undo);
-      accumulate<false, false, false>(batch, source, nullptr, scratch.values.at, nullptr);
+      with_dtype(plan.dtype, [&](auto dtype) {
+        const TileSource<bits, delivered_rounding<bits, dtype>()> source(tile, plan.codec, tile_groups, slot,
+                                                                         batch.groups, undo);
+        deliver<bits, dtype>(batch, source, plan.codec, site.tensor);
+      });
     });
-    if (updates_from_group(plan.feedback)) update_from_group(site, batch, scratch);
-    for (int j = 0; j < batch.groups; ++j) {
-      if (!is_rotated(plan.codec, batch.elems_of(j))) continue;
-      rotate_exit(scratch.values.at + j * batch.stride, batch.elems_of(j), plan.codec);
-    }
-    store_batch(site, batch, scratch.values.at);
   });
 }
 

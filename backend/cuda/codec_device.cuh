@@ -273,7 +273,7 @@ static __device__ __forceinline__ void decode_group(const Lane<kSpread>& lane, c
   });
 }
 
-// True if no element of a group with this scale can be NaN after decode_group and rotate_exit: it is small enough for
+// True if no element of a group with this scale can be NaN after decode_group or exit_elements: it is small enough for
 // 2^10 times as many steps, 2^60 of the rescale and 2^10 elements added up.
 static __device__ __forceinline__ bool cannot_decode_to_nan(float scale) { return fabsf(scale) < 0x1p40f; }
 

@@ -303,10 +303,11 @@ static __device__ __forceinline__ Encoded<kBits> quick_encode(const Lane<kSpread
 // ---- a group that this rank stores --------------------------------------------------------------------------------
 
 // What is delivered, in words of the tensor; values of a group whose scale is moderate hold no NaN.
-template <DType kDType>
+template <DType kDType, int kBits>
 static __device__ __forceinline__ void quick_result(const Lane<Spread::kRuns>& lane, const GroupAt& at,
-                                                    float (&decoded)[kLaneElems], ChunkWords<2> (&words)[kLaneChunks]) {
-  rotate_exit(lane, at, decoded);
+                                                    const Encoded<kBits>& encoded, float (&decoded)[kLaneElems],
+                                                    ChunkWords<2> (&words)[kLaneChunks]) {
+  if (at.rotated) exit_elements(lane, encoded, decoded);
 #pragma unroll
   for (int part = 0; part < kLaneChunks; ++part) words[part] = narrow_numbers<kDType>(decoded + kChunkElems * part);
   if (at.rotated) flip_signs<kDType>(lane, words);
@@ -357,12 +358,12 @@ static __device__ __forceinline__ bool quick_tail(const Lane<Spread::kRuns>& lan
     float u[kLaneElems];
     quick_group_residual<kDType>(lane, at, entry, first, decoded, u, sure);
     const auto averages = quick_update<kAverages>(lane, entry, first, u, sure);
-    quick_result<kDType>(lane, at, decoded, words);
+    quick_result<kDType>(lane, at, encoded, decoded, words);
     if (!__all_sync(kAllLanes, sure)) return false;
     __syncwarp();
     store_averages(lane, entry, first, averages);
   } else {
-    quick_result<kDType>(lane, at, decoded, words);
+    quick_result<kDType>(lane, at, encoded, decoded, words);
     if (!__all_sync(kAllLanes, sure)) return false;
   }
   std::byte* tensor = static_cast<std::byte*>(lane.site.tensor);

@@ -1,4 +1,5 @@
-// The rotation of a group in registers, on the way in and on the way out of the domain in which codes are made.
+// The rotation of a group in registers on the way into the domain in which codes are made, and what is delivered; the
+// way out is in exit_device.cuh.
 #pragma once
 
 #include "group_device.cuh"
@@ -17,6 +18,19 @@ static __device__ __forceinline__ void butterflies_inside(float (&x)[kLaneElems]
   }
 }
 
+// Butterflies at the strides between lanes 2^first, .. 2^(end - 1) apart.
+template <Spread kSpread>
+static __device__ __forceinline__ void butterflies_across(const Lane<kSpread>& lane, float (&x)[kLaneElems], int first,
+                                                          int end) {
+#pragma unroll 1
+  for (int bit = first; bit < end; ++bit) {
+    // The product with 1 or -1 is exact, so the fused form rounds once, as the sum or difference does.
+    const float side = (lane.index >> bit & 1) == 0 ? 1.0f : -1.0f;
+#pragma unroll
+    for (int e = 0; e < kLaneElems; ++e) x[e] = __fmaf_rn(x[e], side, __shfl_xor_sync(kAllLanes, x[e], 1 << bit));
+  }
+}
+
 // Pre: runs of at least 2. Ascending strides, as the contract has it: inside a chunk, then for kRuns across the chunks
 // of a lane and across lanes, for kChunks across lanes and across the chunks of a lane.
 template <Spread kSpread>
@@ -28,13 +42,7 @@ static __device__ __forceinline__ void butterflies(const Lane<kSpread>& lane, fl
   for (int bit = 1; bit < kInsideLog2; ++bit) {
     if (run_log2 > bit) butterflies_inside(x, 1 << bit);
   }
-#pragma unroll 1
-  for (int bit = 0; bit < min(run_log2 - kInsideLog2, lane.lanes_log2); ++bit) {
-    // The product with 1 or -1 is exact, so the fused form rounds once, as the sum or difference does.
-    const float side = (lane.index >> bit & 1) == 0 ? 1.0f : -1.0f;
-#pragma unroll
-    for (int e = 0; e < kLaneElems; ++e) x[e] = __fmaf_rn(x[e], side, __shfl_xor_sync(kAllLanes, x[e], 1 << bit));
-  }
+  butterflies_across<kSpread>(lane, x, 0, min(run_log2 - kInsideLog2, lane.lanes_log2));
   if constexpr (kSpread == Spread::kChunks) {
 #pragma unroll
     for (int stride = kChunkElems; stride < kLaneElems; stride *= 2) {
@@ -72,17 +80,6 @@ static __device__ __forceinline__ void rotate_entry(const Lane<kSpread>& lane, c
   for (int e = 0; e < kLaneElems; ++e) x[e] = x[e] * factor;
 }
 
-// All of the way back but the signs, which store_elements flips.
-template <Spread kSpread>
-static __device__ __forceinline__ void rotate_exit(const Lane<kSpread>& lane, const GroupAt& at,
-                                                   float (&x)[kLaneElems]) {
-  if (!at.rotated) return;
-  butterflies(lane, x);
-  const float factor = rotation_exit_factor(lane.site.plan.codec);
-#pragma unroll
-  for (int e = 0; e < kLaneElems; ++e) x[e] = x[e] * factor;
-}
-
 // Words of elements whose signs are flipped, every NaN canonical. Rare, so out of line; callers hand in copies, since
 // what is passed this way has to lie in memory.
 template <DType kDType>
@@ -103,7 +100,8 @@ static __device__ __noinline__ void narrow_with_nan(uint32_t signs, const float 
   }
 }
 
-// Delivers decoded elements after rotate_exit, signs included. `may_be_nan`: one of them may be NaN.
+// Delivers decoded elements, of a rotated group after exit_elements; signs included. `may_be_nan`: one of them may be
+// NaN.
 template <DType kDType, Spread kSpread>
 static __device__ __forceinline__ void store_elements(const Lane<kSpread>& lane, const GroupAt& at,
                                                       const float (&x)[kLaneElems], bool may_be_nan) {

@@ -1,6 +1,7 @@
 // One group in each stage, whatever carries its codes: between the loads and the stores everything stays in registers.
 #pragma once
 
+#include "exit_device.cuh"
 #include "residual_device.cuh"
 #include "stages.h"
 
@@ -134,8 +135,11 @@ __device__ __forceinline__ void reduce_group(const Copies<kBits>& copies, const 
 template <DType kDType, int kBits, Spread kSpread>
 __device__ __forceinline__ void deliver(const Lane<kSpread>& lane, const GroupAt& at, const Encoded<kBits>& encoded) {
   float decoded[kLaneElems];
-  decode_group(lane, encoded, decoded);
-  rotate_exit(lane, at, decoded);
+  if (at.rotated) {
+    exit_elements(lane, encoded, decoded);
+  } else {
+    decode_group(lane, encoded, decoded);
+  }
   store_elements<kDType>(lane, at, decoded, may_decode_to_nan(lane, encoded.params));
 }
 
