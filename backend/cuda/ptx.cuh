@@ -87,6 +87,36 @@ static __device__ __forceinline__ float widen_high_float16(uint32_t pair) {
   return result;
 }
 
+// x + y, x - y and x * y + z of the halves of two words as float16, each rounded once; subnormals are kept.
+static __device__ __forceinline__ uint32_t add_pair_float16(uint32_t x, uint32_t y) {
+  uint32_t result;
+  asm("add.rn.f16x2 %0, %1, %2;" : "=r"(result) : "r"(x), "r"(y));
+  return result;
+}
+
+static __device__ __forceinline__ uint32_t subtract_pair_float16(uint32_t x, uint32_t y) {
+  uint32_t result;
+  asm("sub.rn.f16x2 %0, %1, %2;" : "=r"(result) : "r"(x), "r"(y));
+  return result;
+}
+
+static __device__ __forceinline__ uint32_t fma_pair_float16(uint32_t x, uint32_t y, uint32_t z) {
+  uint32_t result;
+  asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(result) : "r"(x), "r"(y), "r"(z));
+  return result;
+}
+
+// The sum of a word's halves in the low half, low minus high in the high half: halves doubled by operands' selectors,
+// where swapping them would be an instruction.
+static __device__ __forceinline__ uint32_t butterfly_float16(uint32_t pair) {
+  uint32_t result;
+  asm("{ .reg .b16 low, high; .reg .b32 lows, highs, signs; mov.b32 {low, high}, %1; mov.b32 lows, {low, low};"
+      " mov.b32 highs, {high, high}; mov.b32 signs, 0xbc003c00; fma.rn.f16x2 %0, highs, signs, lows; }"
+      : "=r"(result)
+      : "r"(pair));
+  return result;
+}
+
 // The value itself, in a way that keeps the compiler from computing what depends on it ahead of a loop and holding that
 // in registers.
 static __device__ __forceinline__ uint32_t recompute_here(uint32_t value) {

@@ -18,6 +18,7 @@
 #include "../../backend/cuda/peer_allreduce.h"
 #include "check.h"
 #include "cuda_case.h"
+#include "cuda_memory.h"
 
 namespace {
 
@@ -27,10 +28,6 @@ using namespace echo::testing;
 int g_plans = 300;
 unsigned g_seed = 1;
 int g_share = 1;
-
-void check_cuda(cudaError_t result) {
-  if (result != cudaSuccess) throw std::runtime_error(cudaGetErrorString(result));
-}
 
 int device_count() {
   int count = 0;

@@ -10,7 +10,6 @@
 
 #include <cstdlib>
 #include <cstring>
-#include <stdexcept>
 #include <string>
 #include <vector>
 
@@ -18,6 +17,7 @@
 #include "../../backend/cuda/stages.h"
 #include "check.h"
 #include "cuda_case.h"
+#include "cuda_memory.h"
 
 namespace {
 
@@ -27,18 +27,6 @@ using namespace echo::testing;
 int g_plans = 600;
 unsigned g_seed = 1;
 uint32_t g_share = 1;
-
-void check_cuda(cudaError_t result) {
-  if (result != cudaSuccess) throw std::runtime_error(cudaGetErrorString(result));
-}
-
-struct DeviceMemory {
-  explicit DeviceMemory(int64_t bytes) { check_cuda(cudaMalloc(&at, bytes)); }
-  ~DeviceMemory() { cudaFree(at); }
-  DeviceMemory(const DeviceMemory&) = delete;
-  DeviceMemory& operator=(const DeviceMemory&) = delete;
-  std::byte* at = nullptr;
-};
 
 // The records and agreed states of all ranks: what an all-gather would have brought to each.
 struct Opening {

@@ -105,6 +105,34 @@ static inline uint32_t round_pair_float16(float low, float high) {
 static inline float widen_low_float16(uint32_t pair) { return widen_float16(pair & 0xffffu); }
 static inline float widen_high_float16(uint32_t pair) { return widen_float16(pair >> 16); }
 
+// Applies op(double, double, double) to the halves of three words. Sums of two halves and products of two are exact in
+// double; so is a product with a third half added, unless that is 2^31 times as large.
+template <typename Op>
+static inline uint32_t on_halves(uint32_t x, uint32_t y, uint32_t z, Op op) {
+  uint32_t result = 0;
+  for (const int shift : {0, 16}) {
+    const auto half = [&](uint32_t pair) -> double { return widen_float16(pair >> shift & 0xffffu); };
+    const auto rounded = static_cast<_Float16>(op(half(x), half(y), half(z)));
+    const uint32_t bits = rounded != rounded ? 0x7fffu : std::bit_cast<uint16_t>(rounded);
+    result |= bits << shift;
+  }
+  return result;
+}
+
+static inline uint32_t add_pair_float16(uint32_t x, uint32_t y) {
+  return on_halves(x, y, 0, [](double a, double b, double) { return a + b; });
+}
+static inline uint32_t subtract_pair_float16(uint32_t x, uint32_t y) {
+  return on_halves(x, y, 0, [](double a, double b, double) { return a - b; });
+}
+static inline uint32_t fma_pair_float16(uint32_t x, uint32_t y, uint32_t z) {
+  return on_halves(x, y, z, [](double a, double b, double c) { return a * b + c; });
+}
+
+static inline uint32_t butterfly_float16(uint32_t pair) {
+  return fma_pair_float16(pair >> 16 | (pair & 0xffff0000u), 0xbc003c00u, (pair & 0xffffu) | pair << 16);
+}
+
 static inline uint32_t recompute_here(uint32_t value) { return value; }
 
 template <typename T>
