@@ -39,16 +39,21 @@ ECHO_INLINE Block flip_signs(const Block& x, int at, int run_log2) {
   return Block{(FloatVector)((WordVector)x.even ^ even), (FloatVector)((WordVector)x.odd ^ odd)};
 }
 
-// Partners by a shuffle, signs by flipping the top bit.
+// Partners by a shuffle, signs by flipping the top bit, or by a product with 1 or -1 where one instruction multiplies
+// and adds: the product is exact, so that the fused form rounds once as well.
 template <int kStride>
 ECHO_INLINE FloatVector butterfly_inside(FloatVector x) {
   IntVector partner;
+  for (int i = 0; i < kVectorElems; ++i) partner[i] = i ^ kStride;
+#if defined(__AVX512F__)
+  FloatVector side;
+  for (int i = 0; i < kVectorElems; ++i) side[i] = (i & kStride) ? -1.0f : 1.0f;
+  return (FloatVector)_mm512_fmadd_ps(x, side, __builtin_shuffle(x, partner));
+#else
   IntVector sign;
-  for (int i = 0; i < kVectorElems; ++i) {
-    partner[i] = i ^ kStride;
-    sign[i] = (i & kStride) ? INT32_MIN : 0;
-  }
+  for (int i = 0; i < kVectorElems; ++i) sign[i] = (i & kStride) ? INT32_MIN : 0;
   return __builtin_shuffle(x, partner) + (FloatVector)((IntVector)x ^ sign);
+#endif
 }
 
 // The strides below kBlockElems that a run has; all of them where it is known to be a block or longer.

@@ -43,7 +43,7 @@ static inline void deliver_rotated(const std::byte* codes, const CodeValues<kBit
   const auto store = [&](const Block& h, int at, auto extent) {
     store_elems<kDType>(exit.of(h, at), extent, to + at * dtype_bytes(kDType));
   };
-  if (run_log2 <= SignTables::kShortRuns) {
+  if (run_log2 < SignTables::kShortRuns) {
     for_blocks(codec.group_elems, [&](int at, auto extent) {
       store(butterflies_inside<false>(values_at(at, extent), run_log2), at, extent);
     });
