@@ -302,23 +302,31 @@ static __device__ __forceinline__ Encoded<kBits> quick_encode(const Lane<kSpread
 
 // ---- a group that this rank stores --------------------------------------------------------------------------------
 
-// What is delivered, in words of the tensor; values of a group whose scale is moderate hold no NaN.
+// What is delivered, in words of the tensor; `decoder` is sure, or the group rotated.
 template <DType kDType, int kBits>
 static __device__ __forceinline__ void quick_result(const Lane<Spread::kRuns>& lane, const GroupAt& at,
-                                                    const Encoded<kBits>& encoded, float (&decoded)[kLaneElems],
-                                                    ChunkWords<2> (&words)[kLaneChunks]) {
-  if (at.rotated) exit_elements(lane, encoded, decoded);
+                                                    const QuickDecoder& decoder, const Encoded<kBits>& encoded,
+                                                    ChunkWords<2> (&words)[kLaneChunks], bool& sure) {
+  if (at.rotated) {
+    quick_exit<kDType>(lane, encoded, lane.site.plan.codec.rotation_log2, words, sure);
+    return;
+  }
+  // Values of a group whose scale is moderate hold no NaN.
+  sure = sure && cannot_decode_to_nan(decoder.scale);
 #pragma unroll
-  for (int part = 0; part < kLaneChunks; ++part) words[part] = narrow_numbers<kDType>(decoded + kChunkElems * part);
-  if (at.rotated) flip_signs<kDType>(lane, words);
+  for (int part = 0; part < kLaneChunks; ++part) {
+    float values[kChunkElems];
+    quick_decode(decoder, encoded, part, values);
+    words[part] = narrow_numbers<kDType>(values);
+  }
 }
 
 // residual "group": u becomes this rank's contribution, which the entry has, without its share of the result.
-template <DType kDType, typename Layout>
+template <DType kDType, int kBits, typename Layout>
 static __device__ __forceinline__ void quick_group_residual(const Lane<Spread::kRuns>& lane, const GroupAt& at,
                                                             const Entry<Layout>& entry, int64_t first,
-                                                            const float (&decoded)[kLaneElems], float (&u)[kLaneElems],
-                                                            bool& sure) {
+                                                            const QuickDecoder& decoder, const Encoded<kBits>& encoded,
+                                                            float (&u)[kLaneElems], bool& sure) {
   const float inverse_world = 1.0f / static_cast<float>(lane.site.plan.world_size);
   ChunkWords<2> words[kLaneChunks];
   read_elements<2>(entry.at, lane.in_warp, words);
@@ -326,8 +334,7 @@ static __device__ __forceinline__ void quick_group_residual(const Lane<Spread::k
 #pragma unroll
   for (int part = 0; part < kLaneChunks; ++part) {
     float seen[kChunkElems];
-#pragma unroll
-    for (int i = 0; i < kChunkElems; ++i) seen[i] = decoded[kChunkElems * part + i];
+    quick_decode(decoder, encoded, part, seen);
     if (!at.rotated) widen_chunk<kDType>(narrow_numbers<kDType>(seen), seen);
 #pragma unroll
     for (int i = 0; i < kChunkElems; ++i) {
@@ -343,27 +350,21 @@ static __device__ __forceinline__ bool quick_tail(const Lane<Spread::kRuns>& lan
                                                   const Entry<Layout>& entry, SharedAddress array, int64_t first) {
   const auto encoded = read_encoded<kBits>(lane, entry);
   bool sure = true;
-  const QuickDecoder decoder = quick_decoder<kBits>(encoded.params, lane.site.plan.codec, sure);
-  sure = sure && cannot_decode_to_nan(decoder.scale);
-  float decoded[kLaneElems];
-#pragma unroll
-  for (int part = 0; part < kLaneChunks; ++part) {
-    float values[kChunkElems];
-    quick_decode(decoder, encoded, part, values);
-#pragma unroll
-    for (int i = 0; i < kChunkElems; ++i) decoded[kChunkElems * part + i] = values[i];
-  }
+  bool decodes = true;
+  const QuickDecoder decoder = quick_decoder<kBits>(encoded.params, lane.site.plan.codec, decodes);
+  // A rotated group is decoded for its residual alone.
+  if (kUpdates || !at.rotated) sure = decodes;
   ChunkWords<2> words[kLaneChunks];
   if constexpr (kUpdates) {
     float u[kLaneElems];
-    quick_group_residual<kDType>(lane, at, entry, first, decoded, u, sure);
+    quick_group_residual<kDType>(lane, at, entry, first, decoder, encoded, u, sure);
     const auto averages = quick_update<kAverages>(lane, entry, first, u, sure);
-    quick_result<kDType>(lane, at, encoded, decoded, words);
+    quick_result<kDType>(lane, at, decoder, encoded, words, sure);
     if (!__all_sync(kAllLanes, sure)) return false;
     __syncwarp();
     store_averages(lane, entry, first, averages);
   } else {
-    quick_result<kDType>(lane, at, encoded, decoded, words);
+    quick_result<kDType>(lane, at, decoder, encoded, words, sure);
     if (!__all_sync(kAllLanes, sure)) return false;
   }
   std::byte* tensor = static_cast<std::byte*>(lane.site.tensor);
