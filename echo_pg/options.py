@@ -77,7 +77,7 @@ class Options:
         quantizer: "zero_aware" (zero is exact in groups that straddle it), "asymmetric" (the paper's naive form) or
             "symmetric".
         rotation: "hadamard" spreads outliers over a run of elements before quantizing; "none" does not (the paper).
-        rotation_size: elements per run, a power of two dividing group_size; 0 means group_size.
+        rotation_size: elements per run, a power of two dividing group_size; 0 means the largest there is.
         scale_dtype: format of scales and zero points: "float16" (the paper), "bfloat16", or "auto": float16 for float16
             tensors only.
         tau: zero_aware only: within how many steps of the edge zero moves off the grid gradually; at least 0.
@@ -87,7 +87,8 @@ class Options:
         residual: "local" (what this rank rounded away itself) or "group" (the paper's: contribution minus mean of the
             result).
         eta, a, beta1, beta2: gain, mix and decay of the two averages [5.1]; eta and a in [0, 1], beta1 and beta2 in [0,
-            1).
+            1). With a = 0 (or where the averages are one) a single one is kept, which halves state and traffic; with
+            beta2 = 0 too it is the last error times eta.
         state_dtype: how the averages are kept: "int8", "float32", "tensor" (the tensor's own), or "auto": int8 for
             local, tensor for group.
         early_sites: first sites of a no-grad forward pass sent in early_bits [7.2]: a count, or a fraction in (0, 1) of
@@ -123,17 +124,17 @@ class Options:
     bits: int = _option("bits", 4, int)
     group_size: int = _option("group_size", 128, int)
     quantizer: str = _option("quantizer", "zero_aware")
-    rotation: str = _option("rotation", "none")
+    rotation: str = _option("rotation", "hadamard")
     rotation_size: int = _option("rotation_size", 0, int)
     scale_dtype: str = _option("scale_dtype", "auto")
     tau: float = _option("tau", 0.125, float)
     clip: float = _option("clip", 1.0, float)
     feedback: bool = _option("feedback", True, _boolean)
     residual: str = _option("residual", "local")
-    eta: float = _option("eta", 0.75, float)
-    a: float = _option("a", 0.35, float)
+    eta: float = _option("eta", 0.9, float)
+    a: float = _option("a", 0.0, float)
     beta1: float = _option("beta1", 0.7, float)
-    beta2: float = _option("beta2", 0.3, float)
+    beta2: float = _option("beta2", 0.0, float)
     state_dtype: str = _option("state_dtype", "auto")
     early_sites: int | float = _option("early_sites", 0, _count_or_fraction)
     early_bits: int = _option("early_bits", 8, int)
@@ -180,12 +181,9 @@ class Options:
         self._require_one_of("rotation", "none", "hadamard")
         run = self.rotation_size
         self._require("rotation_size", _is_int(run) and (run == 0 or run >= 2), "0 or a power of two of at least 2")
-        if run or self.rotation == "hadamard":
-            run = run or size
+        if run:
             fits = run & (run - 1) == 0 and size % run == 0
-            self._require(
-                "rotation_size", fits, f"a power of two that divides group_size={size} (0 stands for group_size itself)"
-            )
+            self._require("rotation_size", fits, f"a power of two that divides group_size={size} (0: the largest)")
         self._require_one_of("scale_dtype", "auto", "float16", "bfloat16")
         self._require("tau", _is_float32(self.tau) and self.tau >= 0, "a finite number of at least 0")
         self._require("clip", _is_float32(self.clip) and 0 < _float32(self.clip) <= 1, "in (0, 1]")
@@ -264,7 +262,7 @@ class Options:
     @property
     def run_elems(self) -> int:
         """Elements per rotated run; 0 without rotation."""
-        return 0 if self.rotation == "none" else self.rotation_size or self.group_size
+        return 0 if self.rotation == "none" else self.rotation_size or self.group_size & -self.group_size
 
     def to_config(self) -> Any:
         """The same values as the C++ side takes them. Raises ImportError where the extension cannot be loaded."""

@@ -216,7 +216,7 @@ def test_every_option_reaches_the_extension():
     assert (config.group_size, config.rotation_size, config.timeout_s) == (96, 32, 5.0)
     assert (config.early_count, config.early_fraction) == (0, 0.25)
     config = Options(early_sites=3, dtypes="float16", allow="^tp").to_config()
-    assert (config.early_count, config.early_fraction, config.rotation_size, config.timeout_s) == (3, 0.0, 0, -1.0)
+    assert (config.early_count, config.early_fraction, config.rotation_size, config.timeout_s) == (3, 0.0, 128, -1.0)
     assert (config.dtypes, config.allow, config.bits, config.quantizer) == (["float16"], "^tp", 4, "zero_aware")
 
 

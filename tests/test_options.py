@@ -29,9 +29,9 @@ def test_defaults_are_the_documented_ones():
         0.125,
         1.0,
     )
-    assert (chosen.rotation, chosen.rotation_size, chosen.scale_dtype) == ("none", 0, "auto")
+    assert (chosen.rotation, chosen.rotation_size, chosen.scale_dtype) == ("hadamard", 0, "auto")
     assert (chosen.feedback, chosen.residual, chosen.state_dtype) == (True, "local", "auto")
-    assert (chosen.eta, chosen.a, chosen.beta1, chosen.beta2) == (0.75, 0.35, 0.7, 0.3)
+    assert (chosen.eta, chosen.a, chosen.beta1, chosen.beta2) == (0.9, 0.0, 0.7, 0.0)
     assert (chosen.early_sites, chosen.early_bits, chosen.rescale) == (0, 8, "auto")
     assert chosen.recompute == "feedback"
     assert (chosen.policy, chosen.min_bytes, chosen.dtypes) == ("auto", 1 << 20, ("bfloat16", "float16"))
@@ -156,12 +156,12 @@ def test_a_bad_value_is_named_with_its_limit(name, value, limit):
     assert name in str(caught.value) and limit in str(caught.value)
 
 
-def test_a_rotated_group_must_be_a_power_of_two_unless_a_run_is_given():
-    assert Options(group_size=96, rotation="hadamard", rotation_size=32).run_elems == 32
-    assert Options(group_size=64, rotation="hadamard").run_elems == 64
-    assert Options(group_size=96).run_elems == 0
-    with pytest.raises(ValueError, match="rotation_size=0 must be a power of two that divides group_size=96"):
-        Options(group_size=96, rotation="hadamard")
+def test_runs_are_the_largest_powers_of_two_that_divide_a_group_unless_told():
+    assert Options(group_size=96, rotation_size=16).run_elems == 16
+    assert [Options(group_size=size).run_elems for size in (16, 64, 96, 128, 136, 1024)] == [16, 64, 32, 128, 8, 1024]
+    assert Options(rotation="none").run_elems == Options.paper().run_elems == 0
+    with pytest.raises(ValueError, match="rotation_size=64 must be a power of two that divides group_size=96"):
+        Options(group_size=96, rotation_size=64)
 
 
 @pytest.mark.parametrize(

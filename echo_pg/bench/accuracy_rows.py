@@ -10,6 +10,8 @@ import fnmatch
 from dataclasses import dataclass, field
 from typing import Any
 
+from .methods import ONE_AVERAGE, ROTATED, TWO_AVERAGES, UNROTATED
+
 REFERENCE = "16-bit"
 # What a row is measured against: the same bits, sent plainly (g = 128, zero_aware, no rotation, no feedback).
 PLAIN = "4-bit plain"
@@ -50,22 +52,27 @@ class Row:
 
 
 def _local(name: str, *sets: str, greedy: bool = False, **changes: Any) -> Row:
+    """Residual "local"; what `changes` leave open has two averages, and no rotation."""
     plain = PLAIN if changes.get("bits", 4) == 4 and name != PLAIN else ""
-    return Row(f"{changes.get('bits', 4)}-bit {name}" if name != PLAIN else name, changes, sets, False, greedy, plain)
+    label = f"{changes.get('bits', 4)}-bit {name}" if name != PLAIN else name
+    return Row(label, UNROTATED | TWO_AVERAGES | changes, sets, False, greedy, plain)
 
 
 def _main() -> list[Row]:
-    best: dict[str, Any] = {"rotation": "hadamard", "clip": 0.95, "eta": 0.9, "a": 0.0, "beta2": 0.0}
+    best: dict[str, Any] = ROTATED | ONE_AVERAGE | {"clip": 0.95}
+    default = "4-bit default"
     return [
         Row(REFERENCE, {}, SETS, greedy=True),
+        Row(default, {}, ("main", "local", "group-size", "rotation", "early"), greedy=True, plain=PLAIN),
+        Row(f"{default}, min_bytes as shipped", {"min_bytes": 1 << 20}, ("main",), greedy=True, plain=PLAIN),
         Row("8-bit default", {"bits": 8}, ("main", "group-size"), greedy=True),
-        _local("default", "main", "local", "group-size", "rotation", "scale-tau-clip", "early", greedy=True),
-        Row("4-bit default, min_bytes as shipped", {"min_bytes": 1 << 20}, ("main",), greedy=True, plain=PLAIN),
-        Row(PLAIN, {"feedback": False}, ("main", "local", "group-size", "rotation", "scale-tau-clip"), greedy=True),
+        _local("two averages", "main", "local", "group-size", "rotation", "scale-tau-clip", "early", greedy=True),
+        _local("two averages", "main", "group-size", bits=8),
+        _local(PLAIN, "main", "local", "group-size", "rotation", "scale-tau-clip", greedy=True, feedback=False),
         _local("rotation", "main", "rotation", "scale-tau-clip", greedy=True, rotation="hadamard"),
         _local("rotation, no feedback", "main", "rotation", greedy=True, rotation="hadamard", feedback=False),
         _local("rotation, one average, clip 0.95", "main", "local", greedy=True, **best),
-        Row("8-bit rotation", {"bits": 8, "rotation": "hadamard"}, ("main",)),
+        _local("rotation", "main", bits=8, rotation="hadamard"),
     ]
 
 
@@ -107,12 +114,12 @@ def _local_feedback() -> list[Row]:
     rows += [_local(f"state {dtype}", "local", state_dtype=dtype) for dtype in ("float32", "tensor")]
     rotated: dict[str, Any] = {"rotation": "hadamard"}
     rows += [_local(f"rotation, eta {eta:g}", "local", **rotated, eta=eta) for eta in (0.5, 0.9, 1.0)]
-    one: dict[str, Any] = {**rotated, "a": 0.0, "beta2": 0.0}
+    one = ROTATED | ONE_AVERAGE
     rows += [
-        _local(f"rotation, one average, decay 0, eta {eta:g}", "local", **one, eta=eta) for eta in (0.75, 0.9, 1.0)
+        _local(f"rotation, one average, decay 0, eta {eta:g}", "local", **(one | {"eta": eta})) for eta in (0.75, 1.0)
     ]
     rows += [
-        _local(f"rotation {size}, one average, decay 0, eta 0.9", "local", **one, eta=0.9, rotation_size=size)
+        _local(f"rotation {size}, one average, decay 0, eta 0.9", "local", **one, rotation_size=size)
         for size in (16, 32, 64)
     ]
     rows += [_local("rotation, state float32", "local", **rotated, state_dtype="float32")]

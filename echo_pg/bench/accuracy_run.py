@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .. import options, report
-from . import accuracy, growth, results, scoring, smollm2
+from . import accuracy, growth, methods, results, scoring, smollm2
 from .accuracy_results import Progress, append, key_of
 from .accuracy_rows import REFERENCE, Row
 from .text import digest
@@ -30,9 +30,10 @@ _GROWTH_TOKENS = 512  # of one window; diagnostics sum every site once more, in 
 GROWTH_ROWS = (
     Row("growth: group", {}, paper=True),
     Row("growth: group, eta 1", {"eta": 1.0}, paper=True),
-    Row("growth: local", {}),
-    Row("growth: local, rotation", {"rotation": "hadamard"}),
-    Row("growth: no feedback", {"feedback": False}),
+    Row("growth: local", methods.UNROTATED | methods.TWO_AVERAGES),
+    Row("growth: local, rotation", methods.ROTATED | methods.TWO_AVERAGES),
+    Row("growth: default", {}),
+    Row("growth: no feedback", methods.PLAIN),
 )
 
 

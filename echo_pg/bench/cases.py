@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..options import DTYPES, parse_bytes
+from . import methods
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -37,13 +38,12 @@ class Row:
     on_request: bool = False
 
 
-PLAIN4 = {"bits": 4, "feedback": False}
-PLAIN8 = {"bits": 8, "feedback": False}
-# k2 of the stored recurrence is 0, so the first average is not kept.
-ONE_AVERAGE = {"bits": 4, "residual": "local", "eta": 0.9, "a": 0.0, "beta2": 0.0}
-TWO_AVERAGES = {"bits": 4, "residual": "local"}
-GROUP = {"bits": 4, "residual": "group"}
-ROTATED = {"rotation": "hadamard"}
+PLAIN4 = methods.PLAIN | {"bits": 4}
+PLAIN8 = methods.PLAIN | {"bits": 8}
+ONE_AVERAGE = methods.UNROTATED | methods.ONE_AVERAGE | {"bits": 4, "residual": "local"}
+TWO_AVERAGES = methods.UNROTATED | methods.TWO_AVERAGES | {"bits": 4, "residual": "local"}
+GROUP = TWO_AVERAGES | {"residual": "group"}
+ROTATED = methods.ROTATED
 INT8, TENSOR = {"state_dtype": "int8"}, {"state_dtype": "tensor"}
 
 _ECHO_ROWS = (

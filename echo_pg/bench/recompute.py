@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import build, options
-from . import launch, results
+from . import launch, methods, results
 
 # Name -> the option recompute, or None where nothing is computed again ("none") or its sums are kept ("saved": torch's
 # selective checkpointing saves the results of all-reduces, which then are not made again).
@@ -95,7 +95,12 @@ class Run:
         from . import transformer
 
         settings = options.Options(
-            bits=chosen["bits"], feedback=feedback, min_bytes=0, policy=policy, recompute=WAYS[way] or "feedback"
+            **(methods.UNROTATED | methods.TWO_AVERAGES),
+            bits=chosen["bits"],
+            feedback=feedback,
+            min_bytes=0,
+            policy=policy,
+            recompute=WAYS[way] or "feedback",
         )
         self.way, self.feedback = way, feedback
         self.group = dist.new_group(backend="echo", group_desc="tp", pg_options=settings)

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from .. import options
-from . import launch, results, theory_report
+from . import launch, methods, results, theory_report
 
-# Row -> how it differs from 4 bits with feedback as shipped, without rotation.
+# Row -> how it differs from 4 bits with two averages, without rotation.
 ROWS: dict[str, dict[str, Any]] = {
     "plain": {"feedback": False},
     "local": {},
@@ -28,7 +28,8 @@ ROWS: dict[str, dict[str, Any]] = {
     "rot-local": {"rotation": "hadamard"},
 }
 SEQUENCES = ("fresh", "drift", "same")
-_COMMON: dict[str, Any] = {"bits": 4, "rotation": "none", "min_bytes": 0, "dtypes": ("bfloat16",), "diagnostics": True}
+_TWO = methods.UNROTATED | methods.TWO_AVERAGES
+_COMMON: dict[str, Any] = _TWO | {"bits": 4, "min_bytes": 0, "dtypes": ("bfloat16",), "diagnostics": True}
 IDENTITY = ("part", "row", "options", "sites", "numel", "tokens", "ranks", "model", "text_hash", "seed")
 
 

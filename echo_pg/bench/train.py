@@ -16,22 +16,22 @@ from pathlib import Path
 from typing import Any
 
 from .. import options
-from . import launch, plot, results, train_report
+from . import launch, methods, plot, results, train_report
 
+_TWO = methods.UNROTATED | methods.TWO_AVERAGES
 _DTYPES: dict[str, Any] = {"dtypes": ("bfloat16",), "min_bytes": 0}
 # Name -> what makes it, all else as shipped; None for the inner backend itself. Labels are in train_report.
 VARIANTS: dict[str, dict[str, Any] | None] = {
     "16bit": None,
     "off": {"policy": "off"},
-    "8bit": {"bits": 8},
-    "4bit": {"rotation": "none"},
-    "4bit-plain": {"rotation": "none", "feedback": False},
-    "4bit-rot": {"rotation": "hadamard"},
-    "4bit-rot-one": {"rotation": "hadamard", "a": 0.0, "beta2": 0.0, "eta": 0.9},
-    "4bit-rot-plain": {"rotation": "hadamard", "feedback": False},
+    "8bit": _TWO | {"bits": 8},
+    "4bit": _TWO,
+    "4bit-plain": _TWO | {"feedback": False},
+    "4bit-rot": _TWO | methods.ROTATED,
+    "4bit-rot-one": methods.ROTATED | methods.ONE_AVERAGE,
+    "4bit-rot-plain": _TWO | methods.ROTATED | {"feedback": False},
     "4bit-paper": {
-        "quantizer": "zero_aware", "rotation": "none", "scale_dtype": "float16", "residual": "group",
-        "state_dtype": "tensor",
+        **_TWO, "quantizer": "zero_aware", "scale_dtype": "float16", "residual": "group", "state_dtype": "tensor",
     },
 }  # fmt: skip
 # The paper's main comparison and what belongs beside it; its ablation of the learning rate (table 7b).
