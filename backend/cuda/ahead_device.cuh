@@ -6,8 +6,8 @@
 //             consecutive in a tile, their averages in the state
 //   unit      16 bytes. Lanes load and store units side by side, unit i of a lane being 32 i + lane of the task's, so
 //             that what a warp moves at a time has no gaps; and they work on runs, the units kUnits * lane + i
-//   array     in shared memory, where the one becomes the other. Within each eight of its 128-byte rows' units places
-//             are exchanged, such that eight lanes that read or write at a time meet eight different banks either way
+//   array     in shared memory, where the one becomes the other: units in order, but for a swap of neighbours that
+//             makes eight lanes that read or write at a time meet eight different banks either way
 //   entry     of the ring: arrays of elements, averages, codes; scales of an int8 state; parameters of codes. What a
 //             task lacks is left as it was
 #pragma once
