@@ -16,17 +16,17 @@ DEFAULTS: dict[str, Any] = {
     "bits": 4,
     "group_size": 128,
     "quantizer": "zero_aware",
-    "rotation": "none",
+    "rotation": "hadamard",
     "rotation_size": 0,
     "scale_dtype": "auto",
     "tau": 0.125,
     "clip": 1.0,
     "feedback": True,
     "residual": "local",
-    "eta": 0.75,
-    "a": 0.35,
+    "eta": 0.9,
+    "a": 0.0,
     "beta1": 0.7,
-    "beta2": 0.3,
+    "beta2": 0.0,
     "state_dtype": "auto",
     "early_sites": 0,
     "early_bits": 8,
@@ -47,7 +47,8 @@ class RefGroup:
 
     def codec(self, dtype: torch.dtype) -> Codec:
         o = self.options
-        run = (o["rotation_size"] or o["group_size"]) if o["rotation"] == "hadamard" else 0
+        largest = o["group_size"] & -o["group_size"]
+        run = (o["rotation_size"] or largest) if o["rotation"] == "hadamard" else 0
         scale_dtype = o["scale_dtype"]
         if scale_dtype == "auto":
             scale_dtype = "float16" if dtype == torch.float16 else "bfloat16"

@@ -85,7 +85,7 @@ def test_unequal_options_fail_on_both_ranks_and_a_new_group_works(tmp_path):
 
 def test_a_variable_set_on_one_rank_only_is_noticed(tmp_path):
     for output in two_ranks("attempt()", tmp_path, ({}, {"ECHO_ETA": "0.5"})):
-        assert "eta is 0.75 on rank 0 and 0.5 on rank 1" in output
+        assert "eta is 0.9 on rank 0 and 0.5 on rank 1" in output
 
 
 def test_a_rank_with_unusable_options_tells_its_peer_at_once(tmp_path):
