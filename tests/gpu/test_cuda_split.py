@@ -96,7 +96,7 @@ def test_a_mesh_of_two_dimensions_trains(shape: tuple[int, int], tmp_path: Path)
 
 
 def run_split(rank: int, size: int, folder: str) -> None:
-    device = start("echo", rank, size, folder, policy="all", min_bytes=0, bits=8)
+    device = start("echo", rank, size, folder, policy="all", min_bytes=0, bits=8, rotation="none")
     dist.barrier()
     both = dist.split_group(split_ranks=[[0, 1]], group_desc="both")
     single = dist.split_group(split_ranks=[[0]])

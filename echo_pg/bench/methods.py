@@ -1,0 +1,12 @@
+"""Ways to round and to give errors back that several benches compare, spelled out so that rows keep their meaning
+whatever Options() is by default. Fields of `echo_pg.Options`.
+"""
+
+from typing import Any
+
+UNROTATED: dict[str, Any] = {"rotation": "none"}
+ROTATED: dict[str, Any] = {"rotation": "hadamard"}
+# The coefficients of the paper's two averages; and one average, for which k2 of the stored recurrence is 0.
+TWO_AVERAGES: dict[str, Any] = {"eta": 0.75, "a": 0.35, "beta1": 0.7, "beta2": 0.3}
+ONE_AVERAGE: dict[str, Any] = {"eta": 0.9, "a": 0.0, "beta2": 0.0}
+PLAIN: dict[str, Any] = UNROTATED | {"feedback": False}
