@@ -316,9 +316,10 @@ def option_names() -> tuple[str, ...]:
     return tuple(f.name for f in dataclasses.fields(Options) if f.name != "inner_options")
 
 
-def variables_in_effect() -> dict[str, str]:
-    """The ECHO_* variables that this package reads and that are set now."""
+def variables_in_effect(also: str = "") -> dict[str, str]:
+    """The ECHO_* variables that this package reads and that are set now; and those whose names start with `also`."""
     known = [f"ECHO_{name.upper()}" for name in (*option_names(), *_PLAIN_VARIABLES)]
+    known += sorted(name for name in os.environ if also and name.startswith(also))
     return {name: os.environ[name] for name in known if name in os.environ}
 
 

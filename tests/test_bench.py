@@ -14,7 +14,7 @@ import torch
 
 import echo_pg
 from echo_pg.__main__ import main
-from echo_pg.bench import allreduce, cases, launch, plot, results, two_collective
+from echo_pg.bench import allreduce, cases, launch, measure, plot, results, two_collective
 
 KIB, MIB = 1 << 10, 1 << 20
 COMMON = {
@@ -89,6 +89,53 @@ def test_the_table():
     ]
 
 
+def test_time_on_the_host_is_told_where_calls_return_early():
+    rows = [
+        measured("cuda", "nccl", [0.003], host_seconds=20e-6),
+        measured("cuda", "default", [0.003], forwarded="below min_bytes", host_seconds=22.5e-6),
+        measured("cuda", "matmul", [0.002]),
+    ]
+    made = results.records(COMMON | {"device": "cuda"}, 2, "bfloat16", 64 * KIB, rows)
+    assert [record["host_us"] for record in made] == [pytest.approx(20), pytest.approx(22.5), None]
+    assert [record["host_extra_us"] for record in made] == [0, pytest.approx(2.5), None]
+    lines = results.table(made).splitlines()
+    assert "rel. error  host us  path" in lines[1] and "host us" in results.legend(made)
+    assert lines[4].endswith("22.5  forwarded: below min_bytes") and lines[5].split()[-2] == "-"
+    earlier = [{name: value for name, value in record.items() if "host" not in name} for record in made]
+    assert "host us" not in results.table(earlier) + results.legend(earlier)
+
+
+def test_the_host_is_timed_until_the_call_returns(monkeypatch):
+    class Event:
+        def __init__(self, enable_timing):
+            assert enable_timing
+
+        def record(self):
+            self.at = time.perf_counter()
+
+        def elapsed_time(self, other):
+            return (other.at - self.at) * 1e3
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    clock = measure.DeviceClock()
+    for call_s in (0.2, 0.0, 0.001):  # the first is warm-up
+        clock.start(7)
+        time.sleep(call_s)
+        clock.returned()
+        time.sleep(0.05)
+        clock.stop()
+    assert 0.0005 <= clock.host_seconds(7, 1) < min(clock.seconds(7)) and len(clock.seconds(7)) == 3
+
+
+def test_variables_that_bind_the_baseline_are_recorded(monkeypatch):
+    monkeypatch.setenv("NCCL_P2P_DISABLE", "1")
+    monkeypatch.setenv("ECHO_BITS", "8")
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "A GPU")
+    assert results.circumstances("cuda", 1)["variables"] == {"ECHO_BITS": "8", "NCCL_P2P_DISABLE": "1"}
+    assert results.circumstances("cpu", 1)["variables"] == {"ECHO_BITS": "8"}
+
+
 def test_the_summary_has_a_column_per_size():
     made = some_records(64 * KIB) + some_records(MIB, scale=2.0)
     assert results.summary(made).splitlines()[3:5] == [
@@ -156,6 +203,12 @@ def test_switched_off_there_is_nothing_to_measure(monkeypatch, capsys):
 def test_a_row_brings_what_it_is_compared_with():
     assert [row.name for row in cases.choose_rows("cpu", "local1")] == ["gloo", "local1"]
     assert [row.name for row in cases.choose_rows("cuda", "group+mm")] == ["nccl", "matmul", "nccl+mm", "group+mm"]
+    for device in ("cpu", "cuda"):
+        assert not [row for row in cases.choose_rows(device, None) if row.name.startswith("wire")]
+        asked = cases.choose_rows(device, "wire4,wire8,wire-local1")[1:]
+        assert [(row.name, row.changes["fabric"]) for row in asked] == [
+            (name, "wire") for name in ("wire8", "wire4", "wire-local1")
+        ]
     assert not [row.name for row in cases.choose_rows("cpu", None) if row.name.startswith("two")]
 
 
@@ -193,7 +246,7 @@ def test_ranks_that_say_the_same_are_named_together():
 
 
 # ---- from end to end
-ROWS = "echo8,echo4,local1,local1-rot,default,echo4-d0,two4"
+ROWS = "echo8,echo4,local1,local1-rot,default,echo4-d0,two4,wire4,wire-local1"
 TINY = ["--iterations", "3", "--warmup", "1", "--dtypes", "bf16"]
 
 
@@ -214,7 +267,7 @@ def tiny_run(tmp_path_factory):
 
 def test_every_row_at_every_size_is_recorded(tiny_run):
     made = results.read(tiny_run[1])
-    rows = ["gloo", "echo8", "echo4", "local1", "local1-rot", "default", "echo4-d0", "two4"]
+    rows = ["gloo", *("echo8", "echo4", "local1", "local1-rot", "default", "echo4-d0", "two4", "wire4", "wire-local1")]
     assert [(record["bytes"], record["row"]) for record in made] == [(s, row) for s in (64 * KIB, MIB) for row in rows]
     for record in made:
         assert (record["ranks"], record["dtype"], record["iterations"]) == (2, "bfloat16", 3)
@@ -235,6 +288,9 @@ def test_ratios_bytes_and_errors_fit_together(tiny_run):
         assert row["echo8"]["relative_error"] < 0.02 < row["echo4"]["relative_error"]
         assert row["echo4-d0"]["relative_error"] == row["echo4"]["relative_error"] == row["two4"]["relative_error"]
         assert (row["echo4"]["path"], row["two4"]["path"], row["echo4-d0"]["look_ahead"]) == ("peer", "wire", 0)
+        for wire, peer in (("wire4", "echo4"), ("wire-local1", "local1")):
+            assert row[wire]["path"] == "wire" and row[wire]["relative_error"] == row[peer]["relative_error"]
+            assert row[wire]["host_us"] is None, "a call on CPU tensors blocks"
 
 
 def test_a_forwarded_row_says_so(tiny_run):

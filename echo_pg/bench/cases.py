@@ -58,6 +58,20 @@ _ECHO_ROWS = (
     Row("default", "Options() as shipped", shipped=True),
 )
 
+# What carries the codes is the inner backend, as without peer memory or over hosts; to be asked for under variables
+# such as NCCL_P2P_DISABLE=1, which bind it and the baseline alike.
+WIRE = {"fabric": "wire"}
+_WIRE_ROWS = (
+    Row("wire8", "8 bits, no feedback, over the wire", changes=PLAIN8 | WIRE, on_request=True),
+    Row("wire4", "4 bits, no feedback, over the wire", changes=PLAIN4 | WIRE, on_request=True),
+    Row(
+        "wire-local1",
+        "4 bits, local, one average, int8 state, over the wire",
+        changes=ONE_AVERAGE | INT8 | WIRE,
+        on_request=True,
+    ),
+)
+
 CPU_ROWS = (
     Row("gloo", "Gloo", kind="inner"),
     *_ECHO_ROWS,
@@ -65,6 +79,7 @@ CPU_ROWS = (
     Row("local1-d0", "4 bits, local, one average, int8 state, look-ahead 0", changes=ONE_AVERAGE | INT8, look_ahead=0),
     Row("two4", "two collectives, 4 bits", kind="two_collective", changes={"bits": 4}, on_request=True),
     Row("two8", "two collectives, 8 bits", kind="two_collective", changes={"bits": 8}, on_request=True),
+    *_WIRE_ROWS,
 )
 
 _UNFUSED = Row("unfused4", "4 bits, group, feedback in separate operations", kind="unfused", changes=PLAIN4)
@@ -92,6 +107,7 @@ CUDA_ROWS = (
     *_ECHO_ROWS,
     _LOCAL2_TENSOR,
     _UNFUSED,
+    *_WIRE_ROWS,
     Row("matmul", "matmul alone", kind="nothing", then_matmul=True),
     *(_with_matmul(row) for row in (_NCCL, *_COMPENSATED)),
 )

@@ -4,12 +4,13 @@ Timing: in each iteration every row runs once, first a different one each time. 
 first site of a new pass (rows with feedback: it skips the correction, so the second is timed), a fresh copy of the
 input (all-reduces work in place and would grow it), and a barrier. The time of an iteration is that of its slowest
 rank. On CUDA what a call leaves running beside later work (the update of "group") is not in its time; the rows with a
-matrix multiplication after it show what that costs.
+matrix multiplication after it show what that costs. There the host's clock also times each call until it returns.
 """
 
 from __future__ import annotations
 
 import math
+import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -81,7 +82,7 @@ class Rank:
             buffers = [row.buffer(shared) for row in rows]
             checked = self._check_all(rows, buffers, x, say)
             times = self._time_all(rows, buffers, checked, x, follow, say)
-            done(size_bytes, [_measured(*parts) for parts in zip(rows, checked, times, strict=True)])
+            done(size_bytes, [_measured(*parts) for parts in zip(rows, checked, *times, strict=True)])
         for row in rows:
             row.close()
 
@@ -206,8 +207,8 @@ class Rank:
         x: Any,
         follow: Matmul | None,
         say: Callable[[str], None],
-    ) -> list[list[float]]:
-        """Seconds [rows][iterations] of the slowest rank."""
+    ) -> tuple[list[list[float]], list[float | None]]:
+        """Seconds [rows][iterations] of the slowest rank, and seconds [rows] until a call returned, where known."""
         total = self.settings.warmup + self.settings.iterations
         clock = DeviceClock() if self.device.type == "cuda" else HostClock()
         for iteration in range(total):
@@ -223,12 +224,18 @@ class Rank:
                 self.barrier()
                 clock.start(index)
                 row.all_reduce(buffer)
+                clock.returned()
                 if follow is not None and row.row.then_matmul:
                     follow()
                 clock.stop()
-        measured = torch.tensor([clock.seconds(index)[self.settings.warmup :] for index in range(len(rows))]).double()
+        of_rows = range(len(rows))
+        measured = torch.tensor([clock.seconds(index)[self.settings.warmup :] for index in of_rows]).double()
         dist.all_reduce(measured, op=dist.ReduceOp.MAX)
-        return [list(seconds) for seconds in measured.tolist()]
+        host = torch.tensor([clock.host_seconds(index, self.settings.warmup) for index in of_rows]).double()
+        dist.all_reduce(host, op=dist.ReduceOp.MAX)
+        called = [self.device.type == "cuda" and not isinstance(row, collectives.Nothing) for row in rows]
+        of_calls = [seconds if call else None for seconds, call in zip(host.tolist(), called, strict=True)]
+        return measured.tolist(), of_calls
 
     def barrier(self) -> None:
         """On CUDA all streams are empty before it, so that nobody's state update disturbs the next row, and a tiny
@@ -240,7 +247,7 @@ class Rank:
             dist.all_reduce(self.tick, group=self.inner)
 
 
-def _measured(row: Collective, checked: Checked, seconds: list[float]) -> Measured:
+def _measured(row: Collective, checked: Checked, seconds: list[float], host_seconds: float | None) -> Measured:
     return Measured(
         row=row.row,
         options=row.options,
@@ -251,6 +258,7 @@ def _measured(row: Collective, checked: Checked, seconds: list[float]) -> Measur
         relative_error=checked.relative_error,
         error_share=checked.error_share,
         seconds=seconds,
+        host_seconds=host_seconds,
     )
 
 
@@ -272,25 +280,36 @@ class HostClock:
     def start(self, row: int) -> None:
         self.row, self.began = row, time.perf_counter()
 
+    def returned(self) -> None:
+        pass
+
     def stop(self) -> None:
         self.samples.setdefault(self.row, []).append(time.perf_counter() - self.began)
 
     def seconds(self, row: int) -> list[float]:
         return self.samples[row]
 
+    def host_seconds(self, row: int, warmup: int) -> float:
+        return 0.0  # a call that blocks takes what it takes
+
 
 class DeviceClock:
-    """CUDA events around each call, on the current stream, read when all is over."""
+    """CUDA events around each call, on the current stream, read when all is over; and the host's time in the call."""
 
     def __init__(self) -> None:
         self.events: dict[int, list[tuple[Any, Any]]] = {}
-        self.row = 0
+        self.host: dict[int, list[float]] = {}
+        self.row, self.began = 0, 0.0
 
     def start(self, row: int) -> None:
         self.row = row
         pair = (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
         self.events.setdefault(row, []).append(pair)
         pair[0].record()
+        self.began = time.perf_counter()
+
+    def returned(self) -> None:
+        self.host.setdefault(self.row, []).append(time.perf_counter() - self.began)
 
     def stop(self) -> None:
         self.events[self.row][-1][1].record()
@@ -298,3 +317,6 @@ class DeviceClock:
     def seconds(self, row: int) -> list[float]:
         torch.cuda.synchronize()
         return [began.elapsed_time(ended) / 1e3 for began, ended in self.events[row]]
+
+    def host_seconds(self, row: int, warmup: int) -> float:
+        return statistics.median(self.host[row][warmup:])

@@ -63,7 +63,12 @@ def circumstances(device: str, threads: int, device_index: int | None = None) ->
         "echo": __version__,
         "source": built.SOURCE_HASH if built else "",
         "commit": commit(),
-        "variables": {name: value for name, value in options.variables_in_effect().items() if name != "ECHO_LOG"},
+        # Those of NCCL bind the baseline, and what echo sends over it.
+        "variables": {
+            name: value
+            for name, value in options.variables_in_effect("NCCL_" if on_gpu else "").items()
+            if name != "ECHO_LOG"
+        },
     }
 
 
@@ -92,7 +97,8 @@ def _text_of(path: Path) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
-    """One row at one size. seconds: of the slowest rank, per iteration."""
+    """One row at one size. seconds: of the slowest rank, per iteration. host_seconds: until the call returns, the
+    largest of the ranks' medians; None where it blocks or there is none."""
 
     row: Row
     options: Any  # echo_pg.Options, or None
@@ -103,11 +109,13 @@ class Measured:
     relative_error: float
     error_share: float  # largest error in units of what rounding explains at most
     seconds: list[float]
+    host_seconds: float | None = None
 
 
 def records(common: Record, ranks: int, dtype: str, size_bytes: int, rows: list[Measured]) -> list[Record]:
     """Of all rows at one size, in their order; `common` holds the circumstances."""
     medians = {measured.row.name: percentile(measured.seconds, 0.5) for measured in rows}
+    host = {measured.row.name: measured.host_seconds for measured in rows}
     baseline = BASELINES[common["device"]]
 
     def net(name: str) -> float:
@@ -122,6 +130,7 @@ def records(common: Record, ranks: int, dtype: str, size_bytes: int, rows: list[
         # Differences of medians may come out as nothing or less where the call is short beside the multiplication.
         comparable = name != MATMUL and own > 0 and against > 0
         algbw = size_bytes / own / 1e9 if comparable else None
+        took, baseline_took = host[name], host[baseline]
         made.append(
             common
             | {
@@ -146,6 +155,8 @@ def records(common: Record, ranks: int, dtype: str, size_bytes: int, rows: list[
                 "speedup": against / own if comparable else None,
                 "algbw_gbps": algbw,
                 "busbw_gbps": algbw * bus_factor(ranks) if algbw is not None else None,
+                "host_us": None if took is None else took * 1e6,
+                "host_extra_us": None if took is None or baseline_took is None else (took - baseline_took) * 1e6,
                 "wire_bytes": measured.wire_bytes,
                 "relative_error": measured.relative_error,
                 "error_share": measured.error_share,
@@ -197,6 +208,7 @@ def key(record: Record, names: Iterable[str]) -> str:
 # --- tables ---
 
 HEAD = ("row", "median ms", "p10", "p90", "x {}", "algbw", "busbw", "sent", "rel. error", "path")
+HOST = "host us"  # stands before the path where calls return before they are done
 
 
 def header(record: Record) -> str:
@@ -222,6 +234,8 @@ def legend(made: list[Record]) -> str:
     lines.append("  times: slowest rank; sent: by one rank per call (2 (P-1)/P of the tensor where exact)")
     lines.append("  algbw, busbw: GB/s; rel. error: to the exact sum, 2-norms")
     lines.append("  with feedback: second site of a pass, whose sum also gives back what the first one lost")
+    if any(_host(record) != "-" for record in made):
+        lines.append(f"  {HOST}: until the call returns, nothing of it waited for; the larger of the ranks' medians")
     if any(record["then_matmul"] for record in made):
         lines.append("  +mm: median, p10, p90 with the multiplication, all else without it")
     return "\n".join(lines)
@@ -232,7 +246,11 @@ def table(made: list[Record]) -> str:
     first = made[0]
     title = f"{first['dtype']}, {first['ranks']} ranks, {log.byte_size(first['bytes'])}"
     head = [cell.format(first["baseline"]) for cell in HEAD]
-    return f"{title}\n" + grid([head, *([*_cells(record)] for record in made)])
+    lines = [head, *([*_cells(record)] for record in made)]
+    if any(_host(record) != "-" for record in made):
+        for line, host in zip(lines, (HOST, *map(_host, made)), strict=True):
+            line.insert(-1, host)
+    return f"{title}\n" + grid(lines)
 
 
 def _cells(record: Record) -> Iterable[str]:
@@ -244,6 +262,11 @@ def _cells(record: Record) -> Iterable[str]:
     yield log.byte_size(record["wire_bytes"])
     yield f"{record['relative_error']:.2e}"
     yield f"forwarded: {record['forwarded']}" if record["forwarded"] else record["path"]
+
+
+def _host(record: Record) -> str:
+    """Records of earlier versions do not tell."""
+    return "-" if record.get("host_us") is None else f"{record['host_us']:.1f}"
 
 
 def summary(made: list[Record]) -> str:
