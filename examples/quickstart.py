@@ -48,7 +48,7 @@ ECHO_ROWS = (
     Row("echo, 4 bits (default)", {"bits": 4}),
     Row("echo, 4 bits, no feedback", {"bits": 4, "feedback": False}),
     Row("echo, 4 bits, no rotation", {"bits": 4, "rotation": "none"}),
-    Row("echo, 4 bits, neither", {"bits": 4, "feedback": False, "rotation": "none"}),
+    Row("echo, 4 bits, no feedback, no rotation", {"bits": 4, "feedback": False, "rotation": "none"}),
     Row("echo, 4 bits, first quarter 8 bits", {"bits": 4, "early_sites": 0.25}),
 )
 SWITCHED_OFF = Row("echo, switched off", {"policy": "off"})
