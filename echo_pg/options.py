@@ -105,8 +105,8 @@ class Options:
         policy: "auto" (tensor-parallel activations and their gradients), "all" (every SUM all-reduce of listed dtype
             and size), "off".
         min_bytes: smaller tensors are forwarded exactly; bytes. Speed does not ask for the default on CPU: two ranks on
-            two cores ran bfloat16 quantized faster than Gloo from 64 KiB on, by 1.6 and more at every size tried up to
-            64 MiB.
+            two cores ran bfloat16 quantized without rotation (residual "local") faster than Gloo from 64 KiB on, by 1.6
+            and more at every size tried up to 64 MiB.
         dtypes: tensor dtypes that may be quantized, of "float32", "bfloat16", "float16" (names or torch dtypes).
         allow, deny: regular expressions (ECMAScript) searched in the group's description: treat as tensor-parallel;
             never quantize.

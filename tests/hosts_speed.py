@@ -26,11 +26,12 @@ import torch.distributed as dist
 from hosts import INTERFACE, Hosts, address, join
 from ranks import run_ranks
 
+TWO_AVERAGES: dict[str, Any] = {"rotation": "none", "eta": 0.75, "a": 0.35, "beta2": 0.3}
 ROWS: dict[str, dict[str, Any] | None] = {
     "gloo": None,
-    "echo 4 bits": {},
-    "echo 4 bits, no feedback": {"feedback": False},
-    "echo 8 bits": {"bits": 8},
+    "echo 4 bits": TWO_AVERAGES,
+    "echo 4 bits, no feedback": TWO_AVERAGES | {"feedback": False},
+    "echo 8 bits": TWO_AVERAGES | {"bits": 8},
 }
 SIZES = {"1 MiB": 1 << 20, "16 MiB": 16 << 20, "64 MiB": 64 << 20}
 LIMITS_MBIT = (1000, 10000, 0)  # 0: none

@@ -42,7 +42,8 @@ class Codec:
 
 @dataclass(frozen=True)
 class Feedback:
-    """The error compensator. `state_dtype` is resolved: "bfloat16", "float16", "float32" or "int8"."""
+    """The error compensator; by itself with the paper's coefficients. `state_dtype` is resolved: "bfloat16", "float16",
+    "float32" or "int8"."""
 
     enabled: bool = True
     residual: str = "local"  # | "group"

@@ -98,13 +98,13 @@ KINDS: dict[str, Callable[[int, torch.dtype, torch.Generator], Tensor]] = {
 # What changes how a bad number travels: rotation spreads it over its run, fp16 scales overflow sooner, "group" keeps
 # contributions in the state, rescaling takes the largest magnitude of all ranks.
 SETTINGS: list[tuple[str, dict[str, Any]]] = [
-    ("bfloat16", {}),
+    ("bfloat16", {"rotation": "none", "eta": 0.75, "a": 0.35, "beta2": 0.3}),
     ("float16", {}),
     ("float32", {}),
-    ("bfloat16", {"rotation": "hadamard", "residual": "group", "state_dtype": "tensor"}),
+    ("bfloat16", {"residual": "group", "state_dtype": "tensor"}),
     ("float16", {"rescale": "on", "residual": "group", "state_dtype": "float32"}),
-    ("float32", {"scale_dtype": "float16", "quantizer": "symmetric", "rotation": "hadamard", "rotation_size": 32}),
-    ("bfloat16", {"bits": 8, "quantizer": "asymmetric", "clip": 0.95}),
+    ("float32", {"scale_dtype": "float16", "quantizer": "symmetric", "rotation_size": 32}),
+    ("bfloat16", {"bits": 8, "quantizer": "asymmetric", "clip": 0.95, "rotation": "none"}),
 ]
 
 

@@ -15,7 +15,15 @@ from test_overflow import WIDTH, Model
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "as shipped": {},
-    "the paper's": {"residual": "group", "state_dtype": "tensor", "scale_dtype": "float16"},
+    "the paper's": {
+        "residual": "group",
+        "state_dtype": "tensor",
+        "scale_dtype": "float16",
+        "rotation": "none",
+        "eta": 0.75,
+        "a": 0.35,
+        "beta2": 0.3,
+    },
     "early sites by fraction": {"early_sites": 0.5},
 }
 

@@ -256,7 +256,7 @@ struct LaneTasks : PeerLane {
       quick_add(runs, copy, x, sure);
     } else {
       GroupAt at = quick_group();
-      at.slot = cursor.task * groups_side_by_side(runs.lanes_log2) + group_in_task(runs.lanes_log2);
+      at.slot = cursor.task * groups_side_by_side(runs.lanes_log2) + static_cast<int32_t>(group_in_warp(runs));
       const auto copies = pushed_copies<kBits>(job, *cursor.part);
       float below[kLaneElems];
       // -0 + y is y for every y, -0 included: the sum starts from rank 0's value.

@@ -25,10 +25,10 @@ struct Config {
   double clip = 1.0;
   bool feedback = true;
   std::string residual = "local";
-  double eta = 0.75;
-  double a = 0.35;
+  double eta = 0.9;
+  double a = 0.0;
   double beta1 = 0.7;
-  double beta2 = 0.3;
+  double beta2 = 0.0;
   std::string state_dtype = "auto";
   int64_t early_count = 0;
   double early_fraction = 0.0;

@@ -127,7 +127,7 @@ class Composition {
 
   int64_t tile_groups() const { return tile_groups_; }
 
-  // What the call is waiting for, for the error that ends it; empty while records are compared.
+  // What the call is waiting for, for the error that ends it; empty while it works by itself.
   std::string awaited() const {
     const std::string tile = "tile " + std::to_string(tile_) + " of " + std::to_string(tiles_);
     switch (awaited_) {
@@ -154,6 +154,7 @@ class Composition {
     awaited_ = what;
     tile_ = tile;
     work.wait();
+    awaited_ = Awaited::kNothing;
   }
 
   // Groups that tile `tile` has room for; fewer in the last one.
@@ -173,6 +174,7 @@ class Composition {
     awaited_ = Awaited::kPushed;
     tile_ = tile;
     at.exchange = exchanges_.all_to_all(output, input);
+    awaited_ = Awaited::kNothing;
     observe(Step::kPushed, tile);
   }
 
@@ -191,7 +193,10 @@ class Composition {
     Slot& at = slot(tile);
     at::Tensor input = front(at.reduced, bytes);
     at::Tensor output = front(at.gathered, plan_.world_size * bytes);
+    awaited_ = Awaited::kGathered;
+    tile_ = tile;
     at.gather = exchanges_.all_gather(output, input);
+    awaited_ = Awaited::kNothing;
   }
 
   void tail(int64_t tile) {
@@ -239,6 +244,7 @@ Receipt compose(const Call& call, c10d::Backend& inner, Workspace& workspace, De
     composition.run(workspace);
   } catch (const std::exception& error) {
     call.tensor.fill_(std::numeric_limits<double>::quiet_NaN());
+    if (composition.awaited().empty()) throw;  // its own: no memory, for one
     fail_waiting(composition.awaited(), error);
   }
   return expected_bytes(call.plan, composition.tile_groups());

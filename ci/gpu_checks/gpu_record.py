@@ -153,7 +153,10 @@ class Report:
         known = self.path.read_text().splitlines() if self.path.exists() else []
         same = {name: record[name] for name in ("step", "check")}
         kept = [text for text in known if not same.items() <= json.loads(text).items()]
-        self.path.write_text("".join(f"{text}\n" for text in (*kept, json.dumps(record))))
+        # Whole or not at all: the time limit may end the process here.
+        new = self.path.with_suffix(".new")
+        new.write_text("".join(f"{text}\n" for text in (*kept, json.dumps(record))))
+        new.replace(self.path)
 
 
 def line(record: dict[str, Any]) -> str:

@@ -35,7 +35,10 @@ VARIANTS: dict[str, dict[str, Any] | None] = {
     },
 }  # fmt: skip
 # The paper's main comparison and what belongs beside it; its ablation of the learning rate (table 7b).
-ROWS = ("16bit@3.0e-4", "4bit-plain@3.0e-4", "4bit@3.0e-4", "4bit@3.5e-4", "4bit-rot@3.0e-4", "8bit@3.0e-4")
+ROWS = (
+    "16bit@3.0e-4", "4bit-plain@3.0e-4", "4bit@3.0e-4", "4bit@3.5e-4", "4bit-rot@3.0e-4", "4bit-rot-one@3.0e-4",
+    "4bit-rot-one@3.5e-4", "8bit@3.0e-4",
+)  # fmt: skip
 FEW = ("16bit@3.0e-4", "4bit-plain@3.0e-4", "4bit@3.0e-4", "4bit-rot-one@3.0e-4", "4bit-rot-one@3.5e-4")
 RATES = ("4bit@2.0e-4", "4bit@2.5e-4", "4bit@3.0e-4", "4bit@3.5e-4")
 _SETS = {"main": ROWS, "few": FEW, "rates": RATES}

@@ -16,10 +16,10 @@ LABELS = {
     "16bit": "16 bits, exact",
     "off": "echo switched off",
     "8bit": "8 bits",
-    "4bit": "4 bits, feedback",
+    "4bit": "4 bits, two averages",
     "4bit-plain": "4 bits, no feedback",
-    "4bit-rot": "4 bits, feedback, rotation",
-    "4bit-rot-one": "4 bits, one average, rotation",
+    "4bit-rot": "4 bits, two averages, rotation",
+    "4bit-rot-one": "4 bits, as shipped",
     "4bit-rot-plain": "4 bits, rotation, no feedback",
     "4bit-paper": "4 bits, the paper's method",
 }

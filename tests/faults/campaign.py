@@ -41,8 +41,8 @@ OPERATIONS = (
 
 
 def may_end_well(it: Injection, rank: int) -> bool:
-    """Whether this rank may see no error: who skips the last call has made all it wanted to, a process that is struck
-    at its very end has done its work, and one that a timer missed as well."""
+    """Whether this rank may see no error: who skips the last call has made all it wanted to, and a process stopped at
+    its very end has done its work."""
     if rank == it.victim:
         return it.action in ("skip the last", "stop")
     return False

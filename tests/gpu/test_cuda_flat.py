@@ -72,30 +72,27 @@ def come_and_go(options: dict[str, Any], source: torch.Tensor) -> None:
     dist.destroy_process_group(other)
 
 
-def time_calls(group: Any, device: str) -> list[float]:
+def time_calls(group: Any) -> list[float]:
     """Seconds of the host in each call of a burst. Zeros add up to zeros, however often."""
-    tensor = torch.zeros(1 << 16, dtype=torch.bfloat16, device=device)
-    if device == "cuda":
-        torch.cuda.synchronize()
+    tensor = torch.zeros(1 << 16, dtype=torch.bfloat16, device="cuda")
+    torch.cuda.synchronize()
     dist.barrier()
     seconds = []
     for _ in range(BURST):
         start = time.perf_counter()
         dist.all_reduce(tensor, group=group)
         seconds.append(time.perf_counter() - start)
-    if device == "cuda":
-        torch.cuda.synchronize()
+    torch.cuda.synchronize()
     return seconds
 
 
-def run_flat(rank: int, size: int, calls: int, largest_log2: int, device: str) -> dict[str, Any]:
+def run_flat(rank: int, size: int, calls: int, largest_log2: int) -> dict[str, Any]:
     import echo_pg
 
-    if device == "cuda":
-        use_gpu(rank)
+    use_gpu(rank)
     group = peer_group(min_bytes=4096)
     plan = passes(largest_log2)
-    source = torch.randn(1 << largest_log2, generator=torch.Generator().manual_seed(rank)).to(device)
+    source = torch.randn(1 << largest_log2, generator=torch.Generator().manual_seed(rank)).cuda()
     made = turn = 0
     history: list[tuple[int, dict[str, int]]] = []
     states, host = [], []
@@ -109,14 +106,14 @@ def run_flat(rank: int, size: int, calls: int, largest_log2: int, device: str) -
             turn += 1
         come_and_go(dict(schedule.PALETTE[window % len(schedule.PALETTE)]), source)
         echo_pg.new_pass("forward", group)
-        host += time_calls(group, device)
+        host += time_calls(group)
         # The pass after one that outgrew its storage has it in one piece, as large as the largest pass needs.
         for direction in ("forward", "backward"):
             echo_pg.new_pass(direction, group)
             run_pass(plan[0], group, source)
         made += BURST + 2 * len(plan[0])
         dist.barrier()  # ranks that share a GPU see each other's memory
-        history.append((made, soak.settled_footprint(device, NoPool(), history[-1][1] if history else None)))  # type: ignore[arg-type]
+        history.append((made, soak.settled_footprint("cuda", NoPool(), history[-1][1] if history else None)))  # type: ignore[arg-type]
         dist.barrier()
         states.append(echo_pg.stats(group)["state_bytes"])
     counted = echo_pg.stats(group)
@@ -135,7 +132,7 @@ def run_flat(rank: int, size: int, calls: int, largest_log2: int, device: str) -
 def test_what_a_rank_holds_stays_flat(record_property: pytest.RecordProperty) -> None:
     # Ranks that take turns on a GPU need milliseconds per call, and per tile.
     calls, largest_log2 = (10_000, 21) if GPUS > 1 else (1000, 16)
-    for rank, found in enumerate(run_ranks(run_flat, 2, calls, largest_log2, "cuda", timeout=280)):
+    for rank, found in enumerate(run_ranks(run_flat, 2, calls, largest_log2, timeout=280)):
         record_property(f"host_us_per_call_of_rank_{rank}", round(found["host_us"], 1))
         assert found["fault"] == "" and found["made"] >= calls
         assert found["quantized"] + found["forwarded"] == found["made"], "every call is counted once"

@@ -11,16 +11,16 @@ POOL = 4  # entries per kind of tensor
 LARGEST = 64 << 20  # elements
 MIRRORED_LARGEST = 20_000  # elements; the reference takes a millisecond for as many
 
-# Options beside the fabric. The coefficients of feedback are the defaults, which the limits assume nothing of but eta.
+# Options beside the fabric; the limits assume nothing of the coefficients of feedback but eta.
 PALETTE: tuple[dict[str, Any], ...] = (
     {},
     {"bits": 8},
     {"feedback": False},
-    {"bits": 8, "feedback": False, "group_size": 32},
-    {"residual": "group"},
+    {"bits": 8, "feedback": False, "group_size": 32, "rotation": "none"},
+    {"residual": "group", "rotation": "none"},
     {"bits": 8, "residual": "group", "group_size": 64},
-    {"rotation": "hadamard"},
-    {"rotation": "hadamard", "rotation_size": 32, "group_size": 64, "bits": 8},
+    {"rotation": "none", "eta": 0.75, "a": 0.35, "beta2": 0.3},
+    {"rotation_size": 32, "group_size": 64, "bits": 8},
     {"quantizer": "symmetric", "bits": 8},
     {"quantizer": "asymmetric", "state_dtype": "float32"},
     {"state_dtype": "tensor", "group_size": 256},

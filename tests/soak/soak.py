@@ -269,13 +269,15 @@ def run_slice(rank: int, size: int, seed: int, calls: int, seconds: float, devic
 
 def growth(history: list[tuple[int, dict[str, int]]]) -> list[str]:
     """What a rank held more of at the end than after the warm-up."""
-    if len(history) < 8:
+    if len(history) < 2:
         return []
     later = history[int(len(history) * WARM_UP) :]
     problems = []
     for name in ("files", "shared", "threads"):
         if later[-1][1][name] > later[0][1][name]:
             problems.append(f"{name}: {later[0][1][name]} became {later[-1][1][name]}")
+    if len(history) < 8:  # pools of memory still fill
+        return problems
     third = max(1, len(later) // 3)
     for name in ("rss", "device_used"):
         if name not in later[0][1]:
