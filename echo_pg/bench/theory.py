@@ -26,7 +26,6 @@ ROWS: dict[str, dict[str, Any]] = {
     "group-eta1-fp32": {"residual": "group", "eta": 1.0, "state_dtype": "float32"},
     "rot-plain": {"rotation": "hadamard", "feedback": False},
     "rot-local": {"rotation": "hadamard"},
-    "rot-one": methods.ROTATED | methods.ONE_AVERAGE,
 }
 SEQUENCES = ("fresh", "drift", "same")
 _TWO = methods.UNROTATED | methods.TWO_AVERAGES

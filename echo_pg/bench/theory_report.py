@@ -20,7 +20,6 @@ LABELS = {
     "group-eta1-fp32": "group, eta 1, fp32 averages",
     "rot-plain": "rotation, no feedback",
     "rot-local": "rotation, local, eta 0.75",
-    "rot-one": "rotation, local, one average, eta 0.9",
 }
 PARTS = {
     "fresh": "synthetic, each site independent",
