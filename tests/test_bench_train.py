@@ -112,7 +112,7 @@ def test_the_report_pairs_seeds() -> None:
     assert lines["4bit"]["bits_per_byte"] == pytest.approx(2.01 / math.log(2))
     said = "\n".join(train_report.verdicts(some_records()))
     assert "5.0 s.d. of 16 bits over seeds, 50.0 s.d. of the difference" in said and "run discriminates\n" in said
-    assert "4 bits, feedback at 3.0e-04: +0.50 %, within 0.9 %, 80 % of the gap" in said
+    assert "4 bits, two averages at 3.0e-04: +0.50 %, within 0.9 %, 80 % of the gap" in said
 
 
 def test_nothing_is_claimed_that_the_run_does_not_show() -> None:
@@ -122,7 +122,7 @@ def test_nothing_is_claimed_that_the_run_does_not_show() -> None:
     assert "nothing can be concluded" in "\n".join(train_report.verdicts(some_records()[:1]))
     worse = [record("16bit", 0, 2.0), record("4bit-plain", 0, 2.3), record("4bit", 0, 2.1, diverged=True)]
     said = "\n".join(train_report.verdicts(worse))
-    assert "+5.00 %, NOT within 0.9 %" in said and "diverged: 4 bits, feedback" in said
+    assert "+5.00 %, NOT within 0.9 %" in said and "diverged: 4 bits, two averages" in said
 
 
 def test_what_differs_in_more_than_the_row_is_not_compared() -> None:
