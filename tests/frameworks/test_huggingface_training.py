@@ -69,7 +69,7 @@ def test_switched_off_the_losses_are_those_of_the_exact_backend(runs: Any) -> No
 
 
 def test_losses_stay_close_and_feedback_brings_them_closer(runs: Any) -> None:
-    """On CPU 0.08 % apart, without feedback 0.2 %; three seeds gave at most 0.14 and 0.4 %, feedback always ahead."""
+    """On CPU 0.10 % apart, without feedback 0.27 %."""
     exact = runs[0]["exact"][0]
     assert exact[-1] < exact[0] - 1, "it learns"
 
@@ -82,7 +82,7 @@ def test_losses_stay_close_and_feedback_brings_them_closer(runs: Any) -> None:
 
 @pytest.mark.parametrize(("name", "least"), [("8 bits", 0.99), ("default", 0.99)])
 def test_the_first_gradient_points_the_same_way(runs: Any, name: str, least: float) -> None:
-    """On CPU 0.99998 with 8 bits and 0.998 with 4."""
+    """On CPU 0.99998 with 8 bits and 0.9995 with 4."""
     for outcome in runs:
         assert float(torch.cosine_similarity(outcome[name][1], outcome["exact"][1], dim=0)) >= least
 

