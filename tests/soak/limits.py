@@ -14,7 +14,8 @@ eta * B, and what storing lost. In both
     D = |sum of corrections| + sum of U_i over the ranks that do not own the group + SLACK,    B = D + rounded,
 
 a contraction that is iterated to its fixed point. With rotation B bounds the error of the rotated domain; the exit
-transform averages over a run, so that no element of the result is off by more either.
+transform averages over a run, so that no element of the result is off by more either, and rounds to the tensor's dtype
+once.
 """
 
 from __future__ import annotations
@@ -59,7 +60,6 @@ def limits(pool: Sequence[Sequence[Tensor]], sums: Sequence[Tensor], options: An
     share = -(-groups // size)
     own = torch.arange(groups)[None] // share == torch.arange(size)[:, None]
     slack = SLACK * magnitude.sum(0)
-    outputs = max(1, run)  # whose roundings meet in one element
 
     gain = options.eta * (1 + STORED) if options.feedback else 0.0
     limit = torch.zeros(groups)
@@ -71,7 +71,7 @@ def limits(pool: Sequence[Sequence[Tensor]], sums: Sequence[Tensor], options: An
             corrections = gain * limit + STORED * corrections
         off = corrections + torch.where(own, 0.0, sent).sum(0) + slack
         rounded = half_step(sum_width + 2 * off, sum_magnitude + off, options)
-        rounded = rounded + outputs * eps / 2 * (sum_plain + off + rounded)
+        rounded = rounded + eps / 2 * (sum_plain + off + rounded)
         grown = off + rounded
         done = bool(((grown - limit) <= CONVERGED * grown).all())
         limit = grown

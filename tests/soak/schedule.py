@@ -11,12 +11,11 @@ POOL = 4  # entries per kind of tensor
 LARGEST = 64 << 20  # elements
 MIRRORED_LARGEST = 20_000  # elements; the reference takes a millisecond for as many
 
-# Options beside the fabric; the limits assume nothing of the coefficients of feedback but eta. With 8 bits and rotation
-# they are too loose to tell much: they let the rounding of the output meet in an element as often as a run is long.
+# Options beside the fabric; the limits assume nothing of the coefficients of feedback but eta.
 _TWO: dict[str, Any] = {"rotation": "none", "eta": 0.75, "a": 0.35, "beta2": 0.3}  # averages, as in the paper
 PALETTE: tuple[dict[str, Any], ...] = (
     {},
-    _TWO | {"bits": 8},
+    {"bits": 8},
     {"feedback": False},
     {"bits": 8, "feedback": False, "group_size": 32, "rotation": "none"},
     _TWO | {"residual": "group"},
