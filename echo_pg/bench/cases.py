@@ -77,8 +77,8 @@ CPU_ROWS = (
     *_ECHO_ROWS,
     Row("echo4-d0", "4 bits, no feedback, look-ahead 0", changes=PLAIN4, look_ahead=0),
     Row("local1-d0", "4 bits, local, one average, int8 state, look-ahead 0", changes=ONE_AVERAGE | INT8, look_ahead=0),
-    Row("two4", "two collectives, 4 bits", kind="two_collective", changes={"bits": 4}, on_request=True),
-    Row("two8", "two collectives, 8 bits", kind="two_collective", changes={"bits": 8}, on_request=True),
+    Row("two4", "two collectives, 4 bits", kind="two_collective", changes=PLAIN4, on_request=True),
+    Row("two8", "two collectives, 8 bits", kind="two_collective", changes=PLAIN8, on_request=True),
     *_WIRE_ROWS,
 )
 
@@ -101,8 +101,8 @@ _COMPENSATED = (
 )
 CUDA_ROWS = (
     _NCCL,
-    Row("two8", "two collectives, 8 bits", kind="two_collective", changes={"bits": 8}),
-    Row("two4", "two collectives, 4 bits", kind="two_collective", changes={"bits": 4}),
+    Row("two8", "two collectives, 8 bits", kind="two_collective", changes=PLAIN8),
+    Row("two4", "two collectives, 4 bits", kind="two_collective", changes=PLAIN4),
     Row("two-shot", "symmetric memory, two-shot", kind="two_shot"),
     *_ECHO_ROWS,
     _LOCAL2_TENSOR,
