@@ -34,6 +34,10 @@ DEFAULTS: dict[str, Any] = {
 }
 
 
+# Two averages with the paper's coefficients, and no rotation.
+TWO_AVERAGES: dict[str, Any] = {"rotation": "none", "eta": 0.75, "a": 0.35, "beta1": 0.7, "beta2": 0.3}
+
+
 class RefGroup:
     """Simulates all `size` ranks. `options` are those of DEFAULTS."""
 

@@ -47,7 +47,8 @@ def run_large(rank: int, size: int, fabric: str) -> list[Tensor]:
     import echo_pg
 
     group = dist.new_group(
-        backend="echo", pg_options=echo_pg.Options(policy="all", feedback=False, fabric=fabric, timeout=200.0)
+        backend="echo",
+        pg_options=echo_pg.Options(policy="all", feedback=False, rotation="none", fabric=fabric, timeout=200.0),
     )
     tensor = huge_tensor()
     for place in PLACES:

@@ -10,7 +10,7 @@ import data
 import pytest
 import torch
 from reference import Codec, Feedback, all_reduce, ceil16, coefficients, rescale_exponent, store, update
-from reference_group import RefGroup
+from reference_group import TWO_AVERAGES, RefGroup
 from torch import Tensor
 
 EPS = 2.0**-24
@@ -119,7 +119,7 @@ def test_slots_and_passes() -> None:
 
 @pytest.mark.parametrize("early_sites", (2, 0.5))
 def test_early_sites(early_sites: float) -> None:
-    group = RefGroup(2, early_sites=early_sites, state_dtype="float32")
+    group = RefGroup(2, **TWO_AVERAGES, early_sites=early_sites, state_dtype="float32")
     x = data.contributions("activations", 2, 1000)
 
     def widths(sites: int, no_grad: bool) -> list[int]:

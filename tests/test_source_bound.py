@@ -23,7 +23,7 @@ import data
 import pytest
 import torch
 from reference import FORMATS, Codec, Feedback, Site, rotate, to_groups
-from reference_group import RefGroup
+from reference_group import TWO_AVERAGES, RefGroup
 from torch import Tensor
 
 SITES = 60
@@ -134,6 +134,7 @@ def compensated_and_plain(
     sequence: Callable[[int, Tensor | None], list[Tensor]], size: int, dtype: torch.dtype, options: dict[str, object]
 ) -> tuple[Run, Run, Bound, Feedback]:
     """A run with feedback, one without on the same raw contributions, and the bound that the latter gives."""
+    options = TWO_AVERAGES | options
     group = RefGroup(size, **options)
     run = Run(group, sequence)
     plain = Run(RefGroup(size, **(options | {"feedback": False})), functools.partial(recorded, run.inputs))
@@ -216,7 +217,9 @@ def test_partial_sums_under_an_adversary(mode: str, quantizer: str, size: int, s
 
 def test_an_adversary_without_feedback_reaches_the_number_of_sites() -> None:
     adversary = data.Adversary(4, 128, SITES, "same")
-    run = Run(RefGroup(4, feedback=False), lambda k, c: adversary.contributions(k, torch.zeros(4, 4, 128)))
+    run = Run(
+        RefGroup(4, feedback=False, rotation="none"), lambda k, c: adversary.contributions(k, torch.zeros(4, 4, 128))
+    )
     errors = run.partial_sums[-1][:, adversary.victims()]
     step = data.Adversary.STEP * 3 + data.Adversary.SUM_STEP
     assert torch.equal(errors, torch.full_like(errors, -SITES * data.Adversary.FRACTION * step))
