@@ -25,8 +25,8 @@ import torch
 import torch.distributed as dist
 from hosts import INTERFACE, Hosts, address, join
 from ranks import run_ranks
+from reference_group import TWO_AVERAGES
 
-TWO_AVERAGES: dict[str, Any] = {"rotation": "none", "eta": 0.75, "a": 0.35, "beta2": 0.3}
 ROWS: dict[str, dict[str, Any] | None] = {
     "gloo": None,
     "echo 4 bits": TWO_AVERAGES,

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
-from reference_group import RefGroup
+from reference_group import TWO_AVERAGES, RefGroup
 from test_allreduce import digest, first_difference
 from torch import Tensor
 
@@ -98,7 +98,7 @@ KINDS: dict[str, Callable[[int, torch.dtype, torch.Generator], Tensor]] = {
 # What changes how a bad number travels: rotation spreads it over its run, fp16 scales overflow sooner, "group" keeps
 # contributions in the state, rescaling takes the largest magnitude of all ranks.
 SETTINGS: list[tuple[str, dict[str, Any]]] = [
-    ("bfloat16", {"rotation": "none", "eta": 0.75, "a": 0.35, "beta2": 0.3}),
+    ("bfloat16", TWO_AVERAGES),
     ("float16", {}),
     ("float32", {}),
     ("bfloat16", {"residual": "group", "state_dtype": "tensor"}),

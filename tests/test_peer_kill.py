@@ -6,20 +6,17 @@ at the time-out; nothing is left in shared memory, and a new group of the surviv
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import os
 import random
-import re
 import time
-from collections import Counter
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.distributed as dist
+from held import held
 from ranks import RankError, run_ranks
 from test_backend import contribution
 
@@ -69,17 +66,6 @@ def results(group: Any, rank: int) -> list[torch.Tensor]:
     for tensor in tensors:
         dist.all_reduce(tensor, group=group)
     return tensors
-
-
-def held() -> Counter[str]:
-    """What this process has open, and its mappings of shared memory."""
-    gc.collect()
-    found = [line.split(" ", 5)[-1].strip() for line in Path("/proc/self/maps").read_text().splitlines()]
-    found = [name for name in found if "/dev/shm" in name]
-    for link in Path("/proc/self/fd").iterdir():
-        with contextlib.suppress(FileNotFoundError):  # that of the listing itself
-            found.append(re.sub(r"\d+", "", str(link.readlink())))
-    return Counter(found)
 
 
 def error_of(tensor: torch.Tensor, group: Any) -> str:

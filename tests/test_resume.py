@@ -10,20 +10,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
+from reference_group import TWO_AVERAGES
 from test_allreduce import digest
 from test_overflow import WIDTH, Model
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "as shipped": {},
-    "the paper's": {
-        "residual": "group",
-        "state_dtype": "tensor",
-        "scale_dtype": "float16",
-        "rotation": "none",
-        "eta": 0.75,
-        "a": 0.35,
-        "beta2": 0.3,
-    },
+    "the paper's": TWO_AVERAGES | {"residual": "group", "state_dtype": "tensor", "scale_dtype": "float16"},
     "early sites by fraction": {"early_sites": 0.5},
 }
 

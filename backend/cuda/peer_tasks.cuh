@@ -48,23 +48,15 @@ struct LaneTasks : PeerLane {
   }
 
   __device__ __forceinline__ Lane<Spread::kRuns> quick_lane() const {
-    const auto lane = make_lane<Spread::kRuns>(job.site, job.state_layout, 0, 0);
-    return Lane<Spread::kRuns>{.site = job.site,
-                               .state_layout = job.state_layout,
-                               .first_group = 0,
-                               .first_elem = 0,
-                               .lanes_log2 = lane.lanes_log2,
-                               .index = lane.index,
-                               .in_warp = lane.in_warp,
-                               .signs = kRotated ? lane.signs : 0,
-                               .scale_up = 1.0f,
-                               .scale_down = 1.0f,
-                               .sure_steps = job.sure_steps,
-                               .tensor_aligned = true,
-                               .is_signed = false,
-                               .quick_clip = true,
-                               .corrected = kState != StateKind::kNone,
-                               .state = StateDType::kBFloat16};
+    auto lane = make_lane<Spread::kRuns>(job.site, job.state_layout, 0, 0);
+    if (!kRotated) lane.signs = 0;
+    lane.scale_up = lane.scale_down = 1.0f;
+    lane.sure_steps = job.sure_steps;
+    lane.tensor_aligned = true;
+    lane.is_signed = false;
+    lane.quick_clip = true;
+    lane.corrected = kState != StateKind::kNone;
+    return lane;
   }
 
   // For one loop: what follows from it is computed there, not ahead of all steps and kept in local memory.

@@ -150,11 +150,14 @@ class Composition {
     if (call_.observer) call_.observer({.step = step, .call_number = call_.call_number, .lane = 0, .tile = tile});
   }
 
-  void await(Awaited what, int64_t tile, c10d::Work& work) {
+  // Calls body(), which is for `what` of a tile; if it throws, awaited() says so.
+  template <typename Body>
+  auto waiting_for(Awaited what, int64_t tile, Body body) {
     awaited_ = what;
     tile_ = tile;
-    work.wait();
+    auto result = body();
     awaited_ = Awaited::kNothing;
+    return result;
   }
 
   // Groups that tile `tile` has room for; fewer in the last one.
@@ -171,17 +174,14 @@ class Composition {
     }
     at::Tensor input = front(at.sent, plan_.world_size * bytes);
     at::Tensor output = front(at.received, plan_.world_size * bytes);
-    awaited_ = Awaited::kPushed;
-    tile_ = tile;
-    at.exchange = exchanges_.all_to_all(output, input);
-    awaited_ = Awaited::kNothing;
+    at.exchange = waiting_for(Awaited::kPushed, tile, [&] { return exchanges_.all_to_all(output, input); });
     observe(Step::kPushed, tile);
   }
 
   void reduce(int64_t tile) {
     Slot& at = slot(tile);
     const int64_t bytes = tile_bytes(plan_.codec, room(tile));
-    await(Awaited::kPushed, tile, *at.exchange);
+    waiting_for(Awaited::kPushed, tile, [&] { return at.exchange->wait(); });
     std::vector<const std::byte*> peer_tiles(plan_.world_size);
     for (int32_t rank = 0; rank < plan_.world_size; ++rank) peer_tiles[rank] = bytes_of(at.received) + rank * bytes;
     device_.reduce(range(plan_.rank, tile), room(tile), peer_tiles.data(), bytes_of(at.reduced));
@@ -193,16 +193,13 @@ class Composition {
     Slot& at = slot(tile);
     at::Tensor input = front(at.reduced, bytes);
     at::Tensor output = front(at.gathered, plan_.world_size * bytes);
-    awaited_ = Awaited::kGathered;
-    tile_ = tile;
-    at.gather = exchanges_.all_gather(output, input);
-    awaited_ = Awaited::kNothing;
+    at.gather = waiting_for(Awaited::kGathered, tile, [&] { return exchanges_.all_gather(output, input); });
   }
 
   void tail(int64_t tile) {
     Slot& at = slot(tile);
     const int64_t bytes = tile_bytes(plan_.codec, room(tile));
-    await(Awaited::kGathered, tile, *at.gather);
+    waiting_for(Awaited::kGathered, tile, [&] { return at.gather->wait(); });
     observe(Step::kGatherSeen, tile);
     for (int32_t owner = 0; owner < plan_.world_size; ++owner) {
       device_.tail(range(owner, tile), room(tile), bytes_of(at.gathered) + owner * bytes);

@@ -85,12 +85,8 @@ def run(plan: dict[str, Any], sizes: tuple[int, ...], launched: tuple[int, int, 
     """Measures what the plan names with each number of ranks, and shows all that the file holds of it."""
     from . import accuracy_run
 
-    options.set_unless_given("ECHO_LOG", "off")  # the table says what was quantized
     path = Path(plan["path"])
-    return launch.run_sizes(
-        "accuracy", accuracy_run.run_rank, sizes, launched, path, plan,
-        show=lambda: accuracy_results.show(results.read(path, "accuracy"), path, path.parent),
-    )  # fmt: skip
+    return launch.run_sizes("accuracy", accuracy_run.run_rank, sizes, launched, path, plan, show=accuracy_results.show)
 
 
 def make_plan(chosen: argparse.Namespace) -> dict[str, Any]:

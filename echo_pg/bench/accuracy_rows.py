@@ -10,7 +10,7 @@ import fnmatch
 from dataclasses import dataclass, field
 from typing import Any
 
-from .methods import ONE_AVERAGE, ROTATED, TWO_AVERAGES, UNROTATED
+from .methods import ONE_AVERAGE, ROTATED, UNROTATED_TWO
 
 REFERENCE = "16-bit"
 # What a row is measured against: the same bits, sent plainly (g = 128, zero_aware, no rotation, no feedback).
@@ -55,7 +55,7 @@ def _local(name: str, *sets: str, greedy: bool = False, **changes: Any) -> Row:
     """Residual "local"; what `changes` leave open has two averages, and no rotation."""
     plain = PLAIN if changes.get("bits", 4) == 4 and name != PLAIN else ""
     label = f"{changes.get('bits', 4)}-bit {name}" if name != PLAIN else name
-    return Row(label, UNROTATED | TWO_AVERAGES | changes, sets, False, greedy, plain)
+    return Row(label, UNROTATED_TWO | changes, sets, False, greedy, plain)
 
 
 def _main() -> list[Row]:

@@ -30,7 +30,7 @@ _GROWTH_TOKENS = 512  # of one window; diagnostics sum every site once more, in 
 GROWTH_ROWS = (
     Row("growth: group", {}, paper=True),
     Row("growth: group, eta 1", {"eta": 1.0}, paper=True),
-    Row("growth: local", methods.UNROTATED | methods.TWO_AVERAGES),
+    Row("growth: local", methods.UNROTATED_TWO),
     Row("growth: local, rotation", methods.ROTATED | methods.TWO_AVERAGES),
     Row("growth: default", {}),
     Row("growth: no feedback", methods.PLAIN),

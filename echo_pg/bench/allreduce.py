@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import sys
 import time
 from datetime import datetime, timedelta, timezone
@@ -58,11 +59,10 @@ def main(chosen: argparse.Namespace) -> int:
     except (ValueError, ImportError, OSError) as error:
         print(f"bench allreduce: {error}", file=sys.stderr)
         return 2
-    options.set_unless_given("ECHO_LOG", "off")  # the table says what was quantized
     path = out / f"allreduce-{chosen.device}-{datetime.now(timezone.utc):%Y%m%d-%H%M%S}.jsonl"
     return launch.run_sizes(
         "allreduce", _run_rank, plan["ranks"], launched, path, plan, str(path),
-        show=lambda: _show(results.read(path), path, out, tables=False),
+        show=functools.partial(_show, tables=False),
     )  # fmt: skip
 
 

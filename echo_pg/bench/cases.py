@@ -41,7 +41,7 @@ class Row:
 PLAIN4 = methods.PLAIN | {"bits": 4}
 PLAIN8 = methods.PLAIN | {"bits": 8}
 ONE_AVERAGE = methods.UNROTATED | methods.ONE_AVERAGE | {"bits": 4, "residual": "local"}
-TWO_AVERAGES = methods.UNROTATED | methods.TWO_AVERAGES | {"bits": 4, "residual": "local"}
+TWO_AVERAGES = methods.UNROTATED_TWO | {"bits": 4, "residual": "local"}
 GROUP = TWO_AVERAGES | {"residual": "group"}
 ROTATED = methods.ROTATED
 INT8, TENSOR = {"state_dtype": "int8"}, {"state_dtype": "tensor"}

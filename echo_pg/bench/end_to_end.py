@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import options
-from . import cases, end_to_end_report, launch, results
+from . import cases, end_to_end_report, launch, methods, results
 from .cases import Row
 
 _EPILOGUE = """\
@@ -27,13 +27,7 @@ Loads are copies between neighbouring GPUs (on CPU in memory), made by another p
 Decoding writes one token per sequence with a full cache; on GPUs of their own the step is a CUDA graph. There rows keep
 min_bytes as shipped. Two ranks may share a GPU for a trial: Gloo is then the exact backend, and decoding is eager.
 """
-PAPER = Row(
-    "paper", "the paper's method",
-    changes={
-        "bits": 4, "residual": "group", "scale_dtype": "float16", "state_dtype": "tensor", "eta": 0.75, "a": 0.35,
-        "beta1": 0.7, "beta2": 0.3, "quantizer": "zero_aware", "rotation": "none", "rescale": "auto",
-    },
-)  # fmt: skip
+PAPER = Row("paper", "the paper's method", changes=methods.PAPER)
 _ROWS = "echo4,local1,default,paper"
 SHAPES: dict[str, dict[str, Any]] = {
     "llama3-8b": {
@@ -115,7 +109,7 @@ class Command:
         path = chosen.out / f"{self.name}-{chosen.shape}-{chosen.device}-{now}.jsonl"
         return launch.run_sizes(
             self.name, run_rank, (plan["ranks"],), launched, path, plan, str(path),
-            show=lambda: end_to_end_report.show(results.read(path, self.name), path, chosen.out),
+            show=end_to_end_report.show,
         )  # fmt: skip
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import build, options
+from . import results
 
 # How long other ranks may take to say what they saw of a failure: the first report is often only "the peer is gone".
 _GRACE_S = 3.0
@@ -66,11 +67,12 @@ def run_sizes(
     launched: tuple[int, int, int] | None,
     path: Path,
     *args: Any,
-    show: Callable[[], int],
+    show: Callable[[list[results.Record], Path, Path], int],
 ) -> int:
     """function(rank, size, store_path, *args) in processes of this host, with each number of ranks; where torchrun has
     launched this process as (rank, size, local rank), function(rank, size, None, *args, local rank) once. Then the
-    first rank's show(). The command's exit code, as `report` gives it."""
+    first rank's show(all records of `path`, path, its folder). The command's exit code, as `report` gives it."""
+    options.set_unless_given("ECHO_LOG", "off")  # the table says what was quantized
     for size in sizes if launched is None else (launched[1],):
         if launched is None:
             call = functools.partial(run_ranks, function, size, *args)
@@ -78,7 +80,7 @@ def run_sizes(
             call = functools.partial(function, launched[0], size, None, *args, launched[2])
         if code := report(bench, size, path, call):
             return code
-    return show() if launched is None or launched[0] == 0 else 0
+    return show(results.read(path, bench), path, path.parent) if launched is None or launched[0] == 0 else 0
 
 
 def run_ranks(function: Callable[..., None], size: int, *args: Any) -> None:

@@ -95,7 +95,7 @@ class Run:
         from . import transformer
 
         settings = options.Options(
-            **(methods.UNROTATED | methods.TWO_AVERAGES),
+            **methods.UNROTATED_TWO,
             bits=chosen["bits"],
             feedback=feedback,
             min_bytes=0,

@@ -81,12 +81,8 @@ def run(plan: dict[str, Any], sizes: tuple[int, ...], launched: tuple[int, int, 
     """Measures what the plan names with each number of ranks, and shows all that the file holds of it."""
     from . import tasks_rank
 
-    options.set_unless_given("ECHO_LOG", "off")  # the table says what was quantized
     path = Path(plan["path"])
-    return launch.run_sizes(
-        "tasks", tasks_rank.run_rank, sizes, launched, path, plan,
-        show=lambda: tasks_report.show(results.read(path, "tasks"), path, path.parent),
-    )  # fmt: skip
+    return launch.run_sizes("tasks", tasks_rank.run_rank, sizes, launched, path, plan, show=tasks_report.show)
 
 
 def make_plan(chosen: argparse.Namespace) -> dict[str, Any]:

@@ -28,8 +28,8 @@ ROWS: dict[str, dict[str, Any]] = {
     "rot-local": {"rotation": "hadamard"},
 }
 SEQUENCES = ("fresh", "drift", "same")
-_TWO = methods.UNROTATED | methods.TWO_AVERAGES
-_COMMON: dict[str, Any] = _TWO | {"bits": 4, "min_bytes": 0, "dtypes": ("bfloat16",), "diagnostics": True}
+_QUANTIZED: dict[str, Any] = {"bits": 4, "min_bytes": 0, "dtypes": ("bfloat16",), "diagnostics": True}
+_COMMON = methods.UNROTATED_TWO | _QUANTIZED
 IDENTITY = ("part", "row", "options", "sites", "numel", "tokens", "ranks", "model", "text_hash", "seed")
 
 

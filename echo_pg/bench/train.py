@@ -18,7 +18,7 @@ from typing import Any
 from .. import options
 from . import launch, methods, plot, results, train_report
 
-_TWO = methods.UNROTATED | methods.TWO_AVERAGES
+_TWO = methods.UNROTATED_TWO
 _DTYPES: dict[str, Any] = {"dtypes": ("bfloat16",), "min_bytes": 0}
 # Name -> what makes it, all else as shipped; None for the inner backend itself. Labels are in train_report.
 VARIANTS: dict[str, dict[str, Any] | None] = {
@@ -30,9 +30,7 @@ VARIANTS: dict[str, dict[str, Any] | None] = {
     "4bit-rot": _TWO | methods.ROTATED,
     "4bit-rot-one": methods.ROTATED | methods.ONE_AVERAGE,
     "4bit-rot-plain": _TWO | methods.ROTATED | {"feedback": False},
-    "4bit-paper": {
-        **_TWO, "quantizer": "zero_aware", "scale_dtype": "float16", "residual": "group", "state_dtype": "tensor",
-    },
+    "4bit-paper": methods.PAPER,
 }  # fmt: skip
 # The paper's main comparison and what belongs beside it; its ablation of the learning rate (table 7b).
 ROWS = (

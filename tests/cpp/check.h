@@ -34,6 +34,19 @@ struct Register {
   Register(const char* name, std::function<void()> run) { cases().push_back({name, std::move(run)}); }
 };
 
+// All cases whose names hold `wanted`, each told when it is over; then how many there are, what `about` says, and how
+// many checks failed. The exit status.
+inline int run_all(const std::string& about = {}, const std::string& wanted = {}) {
+  for (const Case& test : cases()) {
+    if (test.name.find(wanted) == std::string::npos) continue;
+    const int before = failures();
+    test.run();
+    std::cout << (failures() == before ? "ok   " : "FAIL ") << test.name << "\n" << std::flush;
+  }
+  std::cout << cases().size() << " cases" << about << ", " << failures() << " failed checks\n";
+  return failures() == 0 ? 0 : 1;
+}
+
 template <typename A, typename B>
 void check_equal(const A& a, const B& b, const char* text, const char* file, int line) {
   if (a == b) return;

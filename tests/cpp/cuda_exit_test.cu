@@ -145,12 +145,5 @@ ECHO_TEST(quick_exits_are_those_of_the_contract) {
 int main(int argc, char** argv) {
   if (argc > 1) g_rounds = std::atoi(argv[1]);
   if (argc > 2) g_seed = static_cast<unsigned>(std::atoi(argv[2]));
-  for (const auto& test : echo::testing::cases()) {
-    const int before = echo::testing::failures();
-    test.run();
-    std::cout << (echo::testing::failures() == before ? "ok   " : "FAIL ") << test.name << "\n" << std::flush;
-  }
-  std::cout << echo::testing::cases().size() << " cases, " << g_rounds << " rounds, " << echo::testing::failures()
-            << " failed checks\n";
-  return echo::testing::failures() == 0 ? 0 : 1;
+  return echo::testing::run_all(", " + std::to_string(g_rounds) + " rounds");
 }

@@ -362,13 +362,6 @@ int main(int argc, char** argv) {
   if (argc > 3) g_share = std::atoi(argv[3]);
   let_devices_meet();
   const std::string wanted = argc > 4 ? argv[4] : "";
-  for (const auto& test : echo::testing::cases()) {
-    if (std::string(test.name).find(wanted) == std::string::npos) continue;
-    const int before = echo::testing::failures();
-    test.run();
-    std::cout << (echo::testing::failures() == before ? "ok   " : "FAIL ") << test.name << "\n" << std::flush;
-  }
-  std::cout << echo::testing::cases().size() << " cases on " << device_count() << " devices, " << g_plans
-            << " random plans, " << echo::testing::failures() << " failed checks\n";
-  return echo::testing::failures() == 0 ? 0 : 1;
+  const std::string plans = std::to_string(g_plans) + " random plans";
+  return echo::testing::run_all(" on " + std::to_string(device_count()) + " devices, " + plans, wanted);
 }

@@ -264,12 +264,5 @@ int main(int argc, char** argv) {
   if (argc > 1) g_plans = std::atoi(argv[1]);
   if (argc > 2) g_seed = static_cast<unsigned>(std::atoi(argv[2]));
   if (argc > 3) g_share = static_cast<uint32_t>(std::atoi(argv[3]));
-  for (const auto& test : echo::testing::cases()) {
-    const int before = echo::testing::failures();
-    test.run();
-    std::cout << (echo::testing::failures() == before ? "ok   " : "FAIL ") << test.name << "\n" << std::flush;
-  }
-  std::cout << echo::testing::cases().size() << " cases, " << g_plans << " random plans, " << echo::testing::failures()
-            << " failed checks\n";
-  return echo::testing::failures() == 0 ? 0 : 1;
+  return echo::testing::run_all(", " + std::to_string(g_plans) + " random plans");
 }

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import os
-import re
 import signal
 import threading
 import time
@@ -17,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from held import held
 from injections import CALLS, LONG_TIMEOUT, PATIENCE, STEPS, TIMED_CALLS, Injection
 
 
@@ -74,17 +73,6 @@ def expected_results(rank: int, it: Injection) -> tuple[list[torch.Tensor], Any]
     for tensor in results:
         dist.all_reduce(tensor, group=group)
     return results, group
-
-
-def held() -> Counter[str]:
-    """What this process has open, and its mappings of shared memory."""
-    gc.collect()
-    found = [line.split(" ", 5)[-1].strip() for line in Path("/proc/self/maps").read_text().splitlines()]
-    found = [name for name in found if "/dev/shm" in name]
-    for link in Path("/proc/self/fd").iterdir():
-        with contextlib.suppress(FileNotFoundError):  # that of the listing itself
-            found.append(re.sub(r"\d+", "", str(link.readlink())))
-    return Counter(found)
 
 
 def wake_the_victim(rank: int, it: Injection, folder: str) -> None:

@@ -7,24 +7,25 @@ import random
 from dataclasses import dataclass, field
 from typing import Any
 
+from reference_group import TWO_AVERAGES
+
 POOL = 4  # entries per kind of tensor
 LARGEST = 64 << 20  # elements
 MIRRORED_LARGEST = 20_000  # elements; the reference takes a millisecond for as many
 
 # Options beside the fabric; the limits assume nothing of the coefficients of feedback but eta.
-_TWO: dict[str, Any] = {"rotation": "none", "eta": 0.75, "a": 0.35, "beta2": 0.3}  # averages, as in the paper
 PALETTE: tuple[dict[str, Any], ...] = (
     {},
     {"bits": 8},
     {"feedback": False},
     {"bits": 8, "feedback": False, "group_size": 32, "rotation": "none"},
-    _TWO | {"residual": "group"},
-    _TWO | {"bits": 8, "residual": "group", "group_size": 64},
-    _TWO,
+    TWO_AVERAGES | {"residual": "group"},
+    TWO_AVERAGES | {"bits": 8, "residual": "group", "group_size": 64},
+    TWO_AVERAGES,
     {"rotation_size": 32, "group_size": 64, "bits": 8},
-    _TWO | {"quantizer": "symmetric", "bits": 8},
+    TWO_AVERAGES | {"quantizer": "symmetric", "bits": 8},
     {"quantizer": "asymmetric", "state_dtype": "float32"},
-    _TWO | {"state_dtype": "tensor", "group_size": 256},
+    TWO_AVERAGES | {"state_dtype": "tensor", "group_size": 256},
     {"scale_dtype": "float16", "rescale": "on"},
 )
 DTYPES = ("bfloat16", "bfloat16", "float16", "float32")
