@@ -80,6 +80,9 @@ def start(variant: str, device: str, tests: list[str], folder: Path, claims: Pat
     if device == "cpu":
         # With GPUs the suite skips every test that has more ranks than there are of them.
         environment["CUDA_VISIBLE_DEVICES"] = ""
+    else:
+        # The usual question whether there are GPUs starts CUDA, and the ranks are forked from a process that asked.
+        environment["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     if variant == "replaced":
         environment["ECHO_REPLACE"] = inner
     command = [sys.executable, str(HERE / "torch_suite.py"), str(folder / f"{variant}.jsonl"), str(claims), *tests]

@@ -20,7 +20,7 @@ class Gather(torch.autograd.Function):
     def forward(ctx, part, group):
         ctx.group = group
         whole = part.new_empty(group.size() * part.shape[0], *part.shape[1:])
-        dist.all_gather_into_tensor(whole, part, group=group)
+        dist.all_gather_into_tensor(whole, part.contiguous(), group=group)
         return whole
 
     @staticmethod
