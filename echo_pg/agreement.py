@@ -24,6 +24,7 @@ _MOST_FAILURE_CHARS = 10_000
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.001, 0.02  # seconds between two questions to the store
 _FIRST_LOOK, _LONGEST_PERIOD = 0.2, 1.0  # seconds until the first look at the processes, and at most between two
 _GRACE = 0.5  # seconds that a question may take after the time-out
+_LAST_MOMENTS = 0.5  # seconds from the end of a process's connections to its own
 _MOST_WATCHED = 64  # ranks: in larger groups the questions would bury the store
 
 
@@ -44,10 +45,12 @@ class Agreement:
     """One group's check. Construct it first thing on every rank: each construction counts as one more group on this
     store. Raises DistBackendError where that does not answer within `timeout`."""
 
-    def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
+    def __init__(
+        self, store: Any, rank: int, size: int, timeout: timedelta, processes: ProcessWatch = NO_WATCH
+    ) -> None:
         from torch.distributed import PrefixStore
 
-        self.rank, self.size = rank, size
+        self.rank, self.size, self.processes = rank, size, processes
         self._deadline = time.monotonic() + timeout.total_seconds()
         # A program may destroy a group and make another of the same name on the same store; the count keeps their keys
         # apart.
@@ -67,15 +70,14 @@ class Agreement:
             else:
                 self._ask(self.store.set, f"seen/{self.rank}", "")
 
-    def reach(self, fingerprint: str, timeout: timedelta, processes: ProcessWatch = NO_WATCH) -> list[str]:
+    def reach(self, fingerprint: str, timeout: timedelta) -> list[str]:
         """Return the introductions of all ranks when all have the same fingerprint. Raises DistBackendError naming
         what differs, who is missing or who has exited, or that the store does not answer."""
-        introduction = processes.introduction
+        introduction = self.processes.introduction
         if self.size == 1:
             return [introduction]
         from torch.distributed import DistBackendError
 
-        self.processes = processes
         self._deadline = time.monotonic() + timeout.total_seconds()
         self._write({"fingerprint": json.loads(fingerprint), "introduction": introduction})
         if self.rank != 0:
@@ -99,7 +101,22 @@ class Agreement:
             return answer_within(self._left(), question, *arguments)
         except (TimeoutError, RuntimeError) as error:  # torch's own where the server has ended
             who = f"rank {self.rank} of {self.size}"
-            raise DistBackendError(f"echo: this group cannot be created on {who}: {error}") from error
+            text = f"echo: this group cannot be created on {who}: {self._who_is_gone()}{error}"
+            raise DistBackendError(text) from error
+
+    def _who_is_gone(self) -> str:
+        """The process that may have taken the store with it, as the beginning of an error; empty if all known ones
+        live."""
+        known = {peer: introduction for peer, introduction in self.processes.known.items() if peer != self.rank}
+        deadline = time.monotonic() + _LAST_MOMENTS
+        while known:
+            for peer, introduction in known.items():
+                if self.processes.has_exited(introduction):
+                    return f"the process of rank {peer} has exited; "
+            if time.monotonic() >= deadline:
+                break
+            time.sleep(_LONGEST_PAUSE)
+        return ""
 
     def _left(self) -> float:
         """Seconds that a question may take."""
@@ -174,7 +191,7 @@ class Agreement:
         try:
             missing = [peer for peer in range(self.size) if not self._holds([f"rank/{peer}"])]
         except Exception:
-            return f"The store no longer answers rank {self.rank}"
+            return f"{self._who_is_gone()}the store no longer answers rank {self.rank}"
         if not missing:
             return f"All {self.size} ranks came, but rank 0 gave no verdict"
         shown = ", ".join(map(str, missing[:16])) + (", ..." if len(missing) > 16 else "")

@@ -16,7 +16,7 @@ from datetime import timedelta
 from typing import Any
 
 from . import build, compatibility, log, options, passes, report
-from .agreement import Agreement, ProcessWatch
+from .agreement import NO_WATCH, Agreement, ProcessWatch
 from .answers import on_thread
 from .options import Options
 
@@ -64,7 +64,7 @@ def create_group(dist_options: Any, pg_options: Any) -> Any:
 
 
 def _create_checked(place: Place, pg_options: Any) -> Any:
-    agreement = Agreement(place.store, place.rank, place.size, place.timeout)
+    agreement = Agreement(place.store, place.rank, place.size, place.timeout, _process_watch(place))
     if options.is_off():
         agreement.withdraw("ECHO_OFF=1 is set here and not on all ranks")
         return _create_off(place, pg_options, agreement.store)
@@ -78,10 +78,20 @@ def _create_checked(place: Place, pg_options: Any) -> Any:
         agreement.withdraw(str(error))
         raise
     limit = timedelta(seconds=chosen.timeout) if isinstance(chosen.timeout, float) else place.timeout
-    processes = ProcessWatch(extension.introduction(), extension.has_exited, _known_processes(place))
-    introductions = agreement.reach(fingerprint, limit, processes)
+    introductions = agreement.reach(fingerprint, limit)
     place = replace(place, processes=extension.Processes(place.rank, place.size, introductions))
     return _create(extension, place, config, chosen, agreement.store)
+
+
+def _process_watch(place: Place) -> ProcessWatch:
+    """Without the extension nothing is watched; that it is missing is said later, to all ranks."""
+    if options.is_off():
+        return NO_WATCH
+    try:
+        extension = build.extension()
+        return ProcessWatch(extension.introduction(), extension.has_exited, _known_processes(place))
+    except Exception:
+        return NO_WATCH
 
 
 def _known_processes(place: Place) -> dict[int, str]:

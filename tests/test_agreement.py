@@ -129,6 +129,26 @@ def test_a_rank_that_cannot_join_tells_the_others_at_once(failing):
         assert text == "withdrew" if rank == failing else f"rank {failing}: bits=5 must be 4 or 8" in text
 
 
+@pytest.mark.parametrize("when", ["before the first question", "before the second"])
+def test_whoever_took_the_store_with_him_is_named(when):
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    client = dist.TCPStore("127.0.0.1", server.port, is_master=False, wait_for_workers=False)
+    asked = []
+
+    def has_exited(introduction):  # a process closes its connections some moments before it has ended
+        asked.append(introduction)
+        return len(asked) > 3
+
+    watch = agreement.ProcessWatch("rank 1's", has_exited, {0: "rank 0's", 1: "rank 1's"})
+    with pytest.raises(dist.DistBackendError, match="ank 1 of 2( waited)?: the process of rank 0 has exited; "):
+        if when == "before the first question":
+            del server
+        joined = agreement.Agreement(client, 1, 2, timedelta(seconds=5), watch)
+        del server
+        joined.reach(SAME, timedelta(seconds=5))
+    assert set(asked) == {"rank 0's"}
+
+
 def test_a_group_of_one_asks_nobody():
     lonely = agreement.Agreement(dist.HashStore(), 0, 1, timedelta(seconds=1))
     lonely.reach(SAME, timedelta(seconds=1))
