@@ -97,5 +97,5 @@ def test_a_silent_store_is_an_error_in_time(moment: str, fabric: str, tmp_path: 
     with server() as (pid, port):
         outcomes = run_ranks(run_silence, 2, pid, port, str(tmp_path / "meet"), moment, fabric, backend=None)
     for text, seconds in outcomes:
-        assert "the store does not answer" in text or "The store no longer answers" in text, text
+        assert "the store does not answer" in text or "the store no longer answers" in text, text
         assert seconds < AT_MOST, (seconds, text)

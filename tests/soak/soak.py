@@ -10,16 +10,16 @@ memory must be what they were, and memory must not grow. One JSON line per slice
 from __future__ import annotations
 
 import argparse
-import contextlib
 import ctypes
+import functools
 import gc
 import json
 import os
+import random
 import sys
 import threading
 import time
-import zlib
-from datetime import timedelta
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,153 +29,33 @@ sys.path[:0] = [str(HERE), str(HERE.parent)]
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from graphs import RecordedPass  # noqa: E402
-from limits import limits  # noqa: E402
 from ranks import run_ranks  # noqa: E402
-from reference_group import RefGroup  # noqa: E402
-from schedule import LARGEST, POOL, Call, Epoch, GroupUse, Kind, Schedule  # noqa: E402
-from torch import Tensor  # noqa: E402
+from runner import Pool, Runner  # noqa: E402
+from schedule import LARGEST, Epoch, Schedule  # noqa: E402
 
 EPOCH_CALLS = 3000  # per group
 LARGE_EVERY = 12  # epochs
 WARM_UP = 0.3  # of a slice: memory pools fill
+# glibc gives large blocks back to the system, until it has seen one go: then it keeps such blocks as pieces of a heap,
+# which are no leak and look like one. With a fixed limit it goes on giving them back. Read when a process starts.
+os.environ.setdefault("MALLOC_MMAP_THRESHOLD_", str(64 << 10))
 # A call that leaks anything leaks the smallest piece that malloc gives, 32 bytes; half of that, and some pages.
 LEAK_BYTES_PER_CALL = 16
 LEAK_SLACK_BYTES = 4 << 20
 
 
-class Pool:
-    """Contributions of all ranks, made alike on each of them, exact sums and limits."""
-
-    def __init__(self, seed: int, size: int, device: str) -> None:
-        self.seed, self.size, self.device = seed, size, device
-        self.entries: dict[Kind, list[list[Tensor]]] = {}
-        self.made: dict[Any, list[tuple[Tensor, Tensor]]] = {}
-
-    def of(self, kind: Kind) -> list[list[Tensor]]:
-        if kind not in self.entries:
-            generator = torch.Generator().manual_seed(self.seed * 1_000_003 + kind.numel)
-            count = POOL if kind.numel <= 1 << 21 else 2
-            self.entries[kind] = [
-                [torch.randn(kind.numel, generator=generator).to(getattr(torch, kind.dtype)) for _ in range(self.size)]
-                for _ in range(count)
-            ]
-        return self.entries[kind]
-
-    def held_bytes(self) -> int:
-        """Of host memory: the pool grows with the combinations that have come up."""
-        kept = [x for entries in self.entries.values() for entry in entries for x in entry]
-        kept += [x for pairs in self.made.values() for pair in pairs for x in pair if not x.is_cuda]
-        return sum(x.untyped_storage().nbytes() for x in kept)
-
-    def checks(self, kind: Kind, ranks: tuple[int, ...], options: Any, key: str) -> list[tuple[Tensor, Tensor]]:
-        """Per entry the exact sum and the limit of every element, on the device."""
-        if (kind, ranks, key) not in self.made:
-            pool = [[entry[rank] for rank in ranks] for entry in self.of(kind)]
-            sums = [torch.stack([x.float() for x in entry]).sum(0) for entry in pool]
-            pairs = zip(sums, limits(pool, sums, options), strict=True)
-            made = [(exact.to(self.device), limit.to(self.device)) for exact, limit in pairs]
-            if kind.numel > 1 << 21:
-                return made
-            self.made[kind, ranks, key] = made
-        return self.made[kind, ranks, key]
-
-
-class Runner:
-    """One group of an epoch: makes its calls and checks them."""
-
-    def __init__(self, use: GroupUse, pool: Pool, rank: int, device: str) -> None:
-        import echo_pg
-
-        self.use, self.pool, self.rank, self.device = use, pool, rank, device
-        self.options = echo_pg.Options(
-            policy="all", min_bytes=0, dtypes=("float32", "bfloat16", "float16"), fabric=use.fabric,
-            allow_shared_gpu=True, **use.options,
-        )  # fmt: skip
-        self.key = repr(use.options)
-        self.group = dist.new_group(
-            list(use.ranks), backend="echo", pg_options=self.options, timeout=timedelta(seconds=60)
-        )
-        self.member = rank in use.ranks
-        self.reference = RefGroup(len(use.ranks), **use.options) if use.mirrored and self.member else None
-        # On a device half of the groups call from a stream of their own.
-        own_stream = device == "cuda" and len(use.calls) % 2
-        self.stream = torch.cuda.Stream() if own_stream else contextlib.nullcontext()
-        self.flight: list[tuple[Any, Tensor, Call]] = []
-        self.crc = 0
-        self.calls = 0
-        self.mirrored = 0
-
-    def make(self, call: Call) -> None:
-        if not self.member:
-            return
-        with torch.cuda.stream(self.stream) if isinstance(self.stream, torch.cuda.Stream) else self.stream:
-            self._make(call)
-
-    def _make(self, call: Call) -> None:
-        import echo_pg
-
-        if self.flight and self.flight[0][2].burst != call.burst:
-            self.land()
-        if call.starts_pass:
-            echo_pg.new_pass("forward", self.group)
-            if self.reference:
-                self.reference.new_pass("forward")
-        tensor = self.pool.of(call.kind)[call.entry][self.rank].to(self.device, copy=True)
-        if call.burst:
-            self.flight.append((dist.all_reduce(tensor, group=self.group, async_op=True), tensor, call))
-            return
-        dist.all_reduce(tensor, group=self.group)
-        self.check(tensor, call, lane=0)
-
-    def land(self) -> None:
-        """Wait for what is in flight."""
-        flight, self.flight = self.flight, []
-        for work, _, _ in flight:
-            work.wait()
-        for lane, (_, tensor, call) in enumerate(flight):
-            self.check(tensor, call, lane)
-
-    def check(self, tensor: Tensor, call: Call, lane: int) -> None:
-        exact, limit = self.pool.checks(call.kind, self.use.ranks, self.options, self.key)[call.entry]
-        self.calls += 1
-        if not bool(((tensor.float() - exact).abs_() <= limit).all()):
-            raise AssertionError(f"call {self.calls} of {self.use.ranks} {self.key}, {call}: beyond its limit")
-        result = tensor.cpu()
-        self.crc = zlib.crc32(result.view(torch.uint8).numpy(), self.crc)
-        if self.reference:
-            contributions = [self.pool.of(call.kind)[call.entry][rank] for rank in self.use.ranks]
-            expected = self.reference.all_reduce(contributions, lane=lane).output
-            if not torch.equal(result.view(torch.uint8), expected.view(-1).view(torch.uint8)):
-                raise AssertionError(f"call {self.calls} of {self.use.ranks} {self.key}, {call}: not the reference")
-            self.mirrored += 1
-
-    def finish(self) -> None:
-        with torch.cuda.stream(self.stream) if isinstance(self.stream, torch.cuda.Stream) else self.stream:
-            self.land()
-
-    def all(self) -> None:
-        for call in self.use.calls:
-            self.make(call)
-        self.finish()
-
-
 def run_epoch(epoch: Epoch, pool: Pool, rank: int, size: int, device: str) -> tuple[int, int]:
     """(calls, calls compared with the reference) of this rank; raises where a result is wrong."""
-    import random
-
     runners = [Runner(use, pool, rank, device) for use in epoch.uses]
-    if epoch.threads and len(runners) > 1:
-        in_threads([runner.all for runner in runners])
-    else:
-        # Order within a group is that of its calls, order among the groups is mixed alike on all ranks.
-        queues = [list(reversed(runner.use.calls)) for runner in runners]
-        mixing = random.Random(epoch.mixing)
-        while left := [index for index, queue in enumerate(queues) if queue]:
-            index = mixing.choice(left)
-            for _ in range(min(len(queues[index]), mixing.randrange(1, 8))):
-                runners[index].make(queues[index].pop())
+    if not epoch.threads:
+        for index, count in turns(runners, epoch.mixing):
+            runners[index].some(count)
         for runner in runners:
             runner.finish()
+    elif device == "cpu":
+        in_threads([runner.all for runner in runners])
+    else:
+        in_threads(bodies_in_turn(runners, turns(runners, epoch.mixing), rank % torch.cuda.device_count()))
     sums = torch.tensor([runner.crc for runner in runners])
     everyone = [torch.empty_like(sums) for _ in range(size)]
     dist.all_gather(everyone, sums)
@@ -185,6 +65,56 @@ def run_epoch(epoch: Epoch, pool: Pool, rank: int, size: int, device: str) -> tu
         if runner.member:
             dist.destroy_process_group(runner.group)
     return sum(runner.calls for runner in runners), sum(runner.mirrored for runner in runners)
+
+
+def turns(runners: list[Runner], seed: int) -> list[tuple[int, int]]:
+    """(runner, calls) in turn: an order among the groups that is alike on all ranks."""
+    left = [len(runner.use.calls) for runner in runners]
+    mixing = random.Random(seed)
+    order = []
+    while some := [index for index, calls in enumerate(left) if calls]:
+        index = mixing.choice(some)
+        count = min(left[index], mixing.randrange(1, 8))
+        left[index] -= count
+        order.append((index, count))
+    return order
+
+
+class Turnstile:
+    """Lets threads through one at a time, in the order of their places, until one has failed."""
+
+    def __init__(self) -> None:
+        self.changed, self.place, self.failed = threading.Condition(), 0, False
+
+    def enter(self, place: int) -> bool:
+        with self.changed:
+            self.changed.wait_for(lambda: self.place == place or self.failed)
+            return not self.failed
+
+    def leave(self, failed: bool = False) -> None:
+        with self.changed:
+            self.place, self.failed = self.place + 1, self.failed or failed
+            self.changed.notify_all()
+
+
+def bodies_in_turn(runners: list[Runner], order: list[tuple[int, int]], device_index: int) -> list[Callable[[], None]]:
+    """A body per runner. On a GPU calls of all groups follow each other, so their order must be one on all ranks,
+    whatever thread they come from."""
+    turnstile = Turnstile()
+
+    def body(mine: int) -> None:
+        torch.cuda.set_device(device_index)
+        try:
+            for place, (index, count) in enumerate(order):
+                if index == mine and turnstile.enter(place):
+                    runners[mine].some(count)
+                    turnstile.leave()
+            runners[mine].finish()
+        except BaseException:
+            turnstile.leave(failed=True)
+            raise
+
+    return [functools.partial(body, index) for index in range(len(runners))]
 
 
 def in_threads(bodies: list[Any]) -> None:
@@ -236,7 +166,7 @@ def settled_footprint(device: str, pool: Pool, before: dict[str, int] | None) ->
 
 def run_slice(rank: int, size: int, seed: int, calls: int, seconds: float, device: str, largest: int) -> dict[str, Any]:
     """Epochs until all ranks have made `calls` calls or the time is over."""
-    if device == "cuda":
+    if torch.cuda.is_available() and device == "cuda":  # the question opens the driver's files, on CPU soaks too
         torch.cuda.set_device(rank % torch.cuda.device_count())
     schedule = Schedule(
         seed, size, largest, fabrics=("peer",) if device == "cuda" else ("peer", "peer", "peer", "wire")
