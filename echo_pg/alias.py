@@ -2,10 +2,12 @@
 echo_pg run`.
 
 torch's own names are handled by fixed branches that no plugin can take over, so the two functions that accept a name
-are wrapped, and the one that tells it: programs and torch itself choose their ways by what get_backend() says. echo's
-inner groups are constructed as classes and never come through here.
+are wrapped, and those that tell it: programs and torch itself choose their ways by what get_backend() says, and what
+is called "nccl" keeps its objects and barriers on the GPU. echo's inner groups are constructed as classes and never
+come through here.
 """
 
+import contextvars
 import functools
 import inspect
 import sys
@@ -16,6 +18,7 @@ from .registration import NAME
 
 _replaced: set[str] = set()
 _asked: dict[str, str] = {}  # by name of an echo group: the backend that the program asked for
+_asking: contextvars.ContextVar[str | None] = contextvars.ContextVar("_asking", default=None)  # by the call under way
 _originals: dict[str, Callable[..., Any]] = {}
 
 
@@ -31,6 +34,7 @@ def install(names: Iterable[str]) -> None:
         ("init_process_group", _translating),
         ("new_group", _translating),
         ("get_backend", _naming),
+        ("_get_object_coll_device", _placing),
     ):
         original = getattr(c10d, function)
         _originals[function] = original
@@ -73,7 +77,11 @@ def _translating(original: Callable[..., Any]) -> Callable[..., Any]:
         if asked is not None and (means := translate(str(asked))) != str(asked).lower():
             call.arguments["backend"] = means
             _keep_default_timeout(call.arguments, str(asked))
-        made = original(*call.args, **call.kwargs)
+        token = _asking.set(None if asked is None else str(asked).lower())
+        try:
+            made = original(*call.args, **call.kwargs)
+        finally:
+            _asking.reset(token)
         group = _default_group() if original.__name__ == "init_process_group" else made
         if asked is not None and hasattr(group, "group_name"):
             _asked[group.group_name] = str(asked).lower()
@@ -88,13 +96,35 @@ def _naming(original: Callable[..., Any]) -> Callable[..., Any]:
         name = original(group)
         if name != NAME:
             return name
-        default = _default_group()
-        # Groups that nobody named, as those of a mesh, have the default group's backend.
-        names = [g.group_name for g in (group or default, default) if g is not None]
-        asked = next((_asked[known] for known in names if known in _asked), name)
-        return _backend_name(asked)
+        return _backend_name(_asked_for(group) or name)
 
     return get_backend
+
+
+def _placing(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def _get_object_coll_device(group: Any = None) -> str:
+        import torch
+
+        found = original(group)
+        # torch asks for all groups, and echo's alone have both devices.
+        stands_for_nccl = found == "cpu" and _originals["get_backend"](group) == NAME and _asked_for(group) == "nccl"
+        return "cuda" if stands_for_nccl and torch.cuda.is_available() else str(found)
+
+    return _get_object_coll_device
+
+
+def stands_for_nccl() -> bool:
+    """Whether the echo group that is being made was called "nccl"."""
+    return (_asking.get() or _asked_for(None)) == "nccl"
+
+
+def _asked_for(group: Any) -> str | None:
+    """The name under which the program asked for an echo group. Groups that nobody named, as those of a mesh, have the
+    default group's backend."""
+    default = _default_group()
+    names = [g.group_name for g in (group or default, default) if g is not None]
+    return next((_asked[known] for known in names if known in _asked), None)
 
 
 def _backend_name(asked: str) -> str:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
-from . import build, compatibility, log, options, passes, report
+from . import alias, build, compatibility, log, options, passes, report
 from .agreement import NO_WATCH, Agreement, ProcessWatch
 from .answers import on_thread
 from .options import Options
@@ -170,6 +170,7 @@ def _create(extension: Any, place: Place, config: Any, pg_options: Any, own_stor
         make_derived,
         pg_options,
         place.processes,
+        alias.stands_for_nccl(),
     )
 
 

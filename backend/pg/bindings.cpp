@@ -68,13 +68,15 @@ c10::intrusive_ptr<ProcessGroupEcho> make_group(const c10::intrusive_ptr<c10d::S
                                                 const Config& config, const py::dict& inner_by_device,
                                                 py::function make_wire, std::chrono::milliseconds timeout,
                                                 py::function make_derived, py::object pg_options,
-                                                const std::shared_ptr<Processes>& processes) {
+                                                const std::shared_ptr<Processes>& processes,
+                                                bool prefers_device_barriers) {
   GroupSetup setup;
   setup.store = store;
   setup.rank = rank;
   setup.size = size;
   setup.config = config;
   setup.processes = processes;
+  setup.prefers_device_barriers = prefers_device_barriers;
   for (const auto& [device, backend] : inner_by_device) {
     setup.inner.emplace(c10::Device(device.cast<std::string>()).type(), backend.cast<BackendPtr>());
   }
@@ -225,7 +227,7 @@ void bind_group(py::module_& m) {
                                                                                     py::dynamic_attr())
       .def(py::init(&make_group), py::arg("store"), py::arg("rank"), py::arg("size"), py::arg("config"),
            py::arg("inner_by_device"), py::arg("make_wire"), py::arg("timeout"), py::arg("make_derived"),
-           py::arg("pg_options"), py::arg("processes"))
+           py::arg("pg_options"), py::arg("processes"), py::arg("prefers_device_barriers"))
       .def(
           "_all_reduce",
           [](ProcessGroupEcho& group, const at::Tensor& tensor, bool async_op,

@@ -1,9 +1,8 @@
 // Opening and closing: what torch tells the group about itself, brackets, sequence numbers, time-outs, the end.
-#include <ATen/Context.h>
-#include <ATen/detail/CUDAHooksInterface.h>
-
 #include <algorithm>
 
+#include "capture.hpp"
+#include "devices_in_use.hpp"
 #include "gil.hpp"
 #include "process_group_echo.hpp"
 
@@ -56,15 +55,17 @@ c10::DeviceType ProcessGroupEcho::main_device() const {
   return c10::DeviceType::CPU;
 }
 
-// torch does not say which device a barrier is for. Where CUDA is in use, users of "nccl" expect a barrier to wait for
-// the device too.
+// torch does not say which device a barrier is for, and ranks must not come to different answers: whether one uses CUDA
+// by now is no question to ask. Without a device it goes over the CPU's backend, after this rank has waited for its
+// devices as a barrier of NCCL would.
 c10::DeviceType ProcessGroupEcho::barrier_device(const c10d::BarrierOptions& options) const {
   const c10::DeviceType main = main_device();
   if (options.device) return options.device->type();
-  if (inner_.size() == 1 || !options.device_ids.empty() || bound_device()) return main;
-  const bool cuda_in_use = main == c10::DeviceType::CUDA && at::hasCUDA() &&
-                           at::detail::getCUDAHooks().hasPrimaryContext(at::detail::getCUDAHooks().getCurrentDevice());
-  return cuda_in_use ? main : c10::DeviceType::CPU;
+  if (inner_.size() == 1 || prefers_device_barriers_ || !options.device_ids.empty() || bound_device()) return main;
+  const std::vector<c10::Device> devices = devices_in_use();
+  const bool captured =
+      std::any_of(devices.begin(), devices.end(), [](c10::Device device) { return current_capture(device) != 0; });
+  return captured ? main : c10::DeviceType::CPU;
 }
 
 bool ProcessGroupEcho::supportsCoalescing() const {

@@ -1,5 +1,6 @@
 // Every other operation goes to the inner backend of its tensors' device, under the same name and with the caller's own
 // options; what the inner backend returns is returned, and what it throws is thrown.
+#include "devices_in_use.hpp"
 #include "gil.hpp"
 #include "process_group_echo.hpp"
 
@@ -126,7 +127,12 @@ WorkPtr ProcessGroupEcho::recvAnysource(Tensors& tensors, int tag) {
 }
 
 WorkPtr ProcessGroupEcho::barrier(const c10d::BarrierOptions& options) {
-  return forward(barrier_device(options), [&](auto& inner) { return inner.barrier(options); });
+  const c10::DeviceType type = barrier_device(options);
+  if (type == c10::DeviceType::CPU && main_device() != type) {
+    const GilRelease no_gil;
+    wait_for_current_streams(devices_in_use());
+  }
+  return forward(type, [&](auto& inner) { return inner.barrier(options); });
 }
 
 // Only Gloo has it, so it is a matter of the CPU whatever the group is for.

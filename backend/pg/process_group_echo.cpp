@@ -38,6 +38,7 @@ ProcessGroupEcho::ProcessGroupEcho(GroupSetup setup)
       rules_(make_policy_rules(core_->config)),
       store_(std::move(setup.store)),
       inner_(std::move(setup.inner)),
+      prefers_device_barriers_(setup.prefers_device_barriers),
       timeout_ms_(setup.timeout.count()),
       deriver_(std::move(setup.deriver)) {
   TORCH_CHECK_VALUE(!inner_.empty(), "echo needs an inner backend for at least one device type");

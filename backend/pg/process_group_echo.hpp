@@ -65,6 +65,7 @@ struct GroupSetup {
   GroupDeriver deriver;
   std::shared_ptr<const Processes> processes;
   std::chrono::milliseconds timeout{0};
+  bool prefers_device_barriers = false;  // barriers without a device go over the accelerator's backend
 };
 
 // What _stats() reports, taken at one moment.
@@ -272,6 +273,7 @@ class ProcessGroupEcho : public c10d::Backend {
   const PolicyRules rules_;
   const c10::intrusive_ptr<c10d::Store> store_;
   std::map<c10::DeviceType, BackendPtr> inner_;
+  const bool prefers_device_barriers_;
   std::atomic<int64_t> timeout_ms_;
   std::atomic<bool> closed_{false};
 

@@ -67,7 +67,7 @@ def main(arguments: list[str]) -> int:
             print(f"   records: {path}", flush=True)
 
     try:
-        run_steps(report, chosen.only, machine, chosen.full, results, gather)
+        run_steps(report, chosen, machine, results, gather)
     finally:
         gather()
         print("\n" + "\n".join(line(record) for record in report.made))
@@ -77,17 +77,18 @@ def main(arguments: list[str]) -> int:
 
 def run_steps(
     report: Report,
-    steps: tuple[str, ...],
+    chosen: argparse.Namespace,
     machine: gpu_steps.Machine,
-    full: bool,
     results: Path,
     gather: Callable[[], None],
 ) -> None:
     """What a step needs is looked up when its turn comes, because an earlier step may have made it."""
     ended = []
-    for step in steps:
-        for checks in gpu_steps.checks(step, machine, full, results):
-            checks = [gpu_steps.skip_after(check, ended) for check in checks]
+    for step in chosen.only:
+        for checks in gpu_steps.checks(step, machine, chosen.full, results):
+            checks = [gpu_steps.skip_after(check, ended) for check in checks if chosen.match in check.name]
+            if not checks:
+                continue
             report.together(checks)
             gather()
             outcomes = report.made[-len(checks) :]
@@ -146,6 +147,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
         prog="ci/gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--only", default=",".join(gpu_steps.STEPS), metavar="STEP[,STEP]", help="default: %(default)s")
+    parser.add_argument("--match", default="", metavar="TEXT", help="only checks with this in their name")
     parser.add_argument("--out", type=Path, metavar="DIR", help="for results; default ci/baseline")
     parser.add_argument("--seconds", type=float, default=3600, help="whole limit; what finds no time is named")
     parser.add_argument("--full", action="store_true", help="bench allreduce with all rows, sizes and iterations")

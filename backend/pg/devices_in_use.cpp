@@ -1,0 +1,25 @@
+#include "devices_in_use.hpp"
+
+#include <ATen/Context.h>
+#include <ATen/detail/CUDAHooksInterface.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+
+namespace echo::pg {
+
+std::vector<c10::Device> devices_in_use() {
+  std::vector<c10::Device> devices;
+  if (!at::hasCUDA()) return devices;
+  const c10::DeviceIndex count = c10::impl::VirtualGuardImpl(c10::DeviceType::CUDA).deviceCount();
+  for (c10::DeviceIndex index = 0; index < count; ++index) {
+    if (at::detail::getCUDAHooks().hasPrimaryContext(index)) devices.emplace_back(c10::DeviceType::CUDA, index);
+  }
+  return devices;
+}
+
+void wait_for_current_streams(const std::vector<c10::Device>& devices) {
+  for (const c10::Device device : devices) {
+    c10::impl::VirtualGuardImpl(device.type()).getStream(device).synchronize();
+  }
+}
+
+}  // namespace echo::pg
