@@ -235,6 +235,9 @@ def soak_slice(seed: int, calls: int, seconds: float, device: str, largest: int)
         "epochs": outcomes[0]["epochs"],
         "groups": outcomes[0]["groups"],
         "took_s": round(time.monotonic() - start, 1),
+        "torch": torch.__version__,
+        "cores": os.cpu_count(),
+        "date": time.strftime("%Y-%m-%d"),
         "footprint_first": first,
         "footprint_last": last,
         "problems": [f"rank {r}: {text}" for r, outcome in enumerate(outcomes) for text in growth(outcome["history"])],
@@ -248,6 +251,7 @@ def summarise(lines: list[dict[str, Any]]) -> dict[str, Any]:
             name: sum(line[name] for line in lines)
             for name in ("calls", "mirrored", "replayed", "epochs", "groups", "took_s")
         },
+        **{name: sorted({line[name] for line in lines}) for name in ("torch", "cores", "date")},
         "largest_elements": LARGEST,
         "problems": [problem for line in lines for problem in line["problems"]],
         "rss_growth_mib": {
