@@ -5,11 +5,12 @@ import sys
 from typing import Any
 
 from . import __version__, run
-from .bench import accuracy, allreduce, end_to_end, hooks, page, recompute, tasks, theory, train
+from .bench import accuracy, allreduce, end_to_end, floors, hooks, page, recompute, tasks, theory, train
 
 BENCHES: dict[str, Any] = {
     "accuracy": accuracy,
     "allreduce": allreduce,
+    "floors": floors,
     "hooks": hooks,
     "recompute": recompute,
     "report": page,

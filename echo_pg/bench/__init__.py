@@ -3,7 +3,7 @@ serve all.
 
 allreduce: the all-reduce against what it replaces, checked and timed in one run.
     cases (rows and sizes) · collectives, two_collective (how each row adds up a tensor) · bound (what a correct result
-    may be off by) · measure (check, then time) · plot · allreduce (the command)
+    may be off by) · measure (check, then time) · plot · allreduce (the command) · floors (what is left to gain)
 accuracy: what it does to the predictions of a language model.
     text, smollm2 (what is read, by what) · accuracy_rows (options) · scoring (perplexity, divergence, greedy tokens) ·
     growth (site by site) · accuracy_run (one rank) · accuracy_results, accuracy_plot · accuracy (the command)

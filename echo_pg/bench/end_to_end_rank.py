@@ -165,7 +165,7 @@ class Rank:
             for turn in range(len(calls)):
                 index = (number + turn) % len(calls)
                 prepare()
-                self.alone.barrier()
+                self.alone.barrier(head_start=graphs)
                 clock.start(index)
                 calls[index]()
                 clock.stop()

@@ -4,7 +4,8 @@ Timing: in each iteration every row runs once, first a different one each time. 
 first site of a new pass (rows with feedback: it skips the correction, so the second is timed), a fresh copy of the
 input (all-reduces work in place and would grow it), and a barrier. The time of an iteration is that of its slowest
 rank. On CUDA what a call leaves running beside later work (the update of "group") is not in its time; the rows with a
-matrix multiplication after it show what that costs. There the host's clock also times each call until it returns.
+matrix multiplication after it show what that costs; and the device has a head start of work, so that a call lies in its
+queue when its time begins, as in a model whose host runs ahead. The host's clock times each call until it returns.
 """
 
 from __future__ import annotations
@@ -23,6 +24,9 @@ from . import bound, collectives
 from .cases import BASELINES, ELEMENT_BYTES, Row
 from .collectives import Collective, DeepSpeed, Matmul, Unfused
 from .results import Measured
+
+# Of idling on the device, half a millisecond: more than the host takes for a tiny all-reduce, an event and a call.
+_HEAD_START_CYCLES = 1_000_000
 
 
 @dataclass(frozen=True)
@@ -221,7 +225,7 @@ class Rank:
                     buffer.copy_(x)
                     row.all_reduce(buffer)
                 buffer.copy_(x)
-                self.barrier()
+                self.barrier(head_start=True)
                 clock.start(index)
                 row.all_reduce(buffer)
                 clock.returned()
@@ -237,13 +241,16 @@ class Rank:
         of_calls = [seconds if call else None for seconds, call in zip(host.tolist(), called, strict=True)]
         return measured.tolist(), of_calls
 
-    def barrier(self) -> None:
-        """On CUDA all streams are empty before it, so that nobody's state update disturbs the next row, and a tiny
-        all-reduce follows, so that the ranks' streams start together while the call is being launched."""
+    def barrier(self, head_start: bool) -> None:
+        """On CUDA all streams are empty before it, so that nobody's state update disturbs the next row; after it each
+        rank's stream adds up a tiny tensor, so that they start together on what then comes, and with `head_start` first
+        idles for a while."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         dist.barrier()
         if self.device.type == "cuda":
+            if head_start:
+                torch.cuda._sleep(_HEAD_START_CYCLES)
             dist.all_reduce(self.tick, group=self.inner)
 
 
