@@ -230,13 +230,19 @@ def test_benchmarks_are_gathered(tmp_path):
     assert all("needs two GPUs" in check.impossible for check in gpu_steps._bench(one, False, tmp_path))
     names = [check.name for check in gpu_steps._bench(two, True, tmp_path)]
     assert names == ["allreduce", "wire", "sockets"]
-    for name in names:
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "allreduce-cuda-1.jsonl").write_text("{}\n")
-    out = tmp_path / "out"
+    results, out = tmp_path / "results", tmp_path / "out"
     out.mkdir()
-    gpu_steps.collect(tmp_path, out, "h200x2")
-    assert sorted(path.name for path in out.iterdir()) == [f"bench_{name}_h200x2.jsonl" for name in sorted(names)]
+    for name in names:
+        (results / name).mkdir(parents=True)
+        (results / name / "allreduce-cuda-1.jsonl").write_text("{}\n")
+    gpu_steps.collect(results, out, "h200x2", complete=True)
+    whole = [f"bench_{name}_h200x2.jsonl" for name in sorted(names)]
+    assert sorted(path.name for path in out.iterdir()) == whole
+    (results / "wire" / "allreduce-cuda-2.jsonl").write_text("[]\n")
+    assert [path.name for path in gpu_steps.collect(results, out, "h200x2", complete=False)] == [
+        "bench_wire_h200x2_unfinished.jsonl"
+    ]
+    assert all((out / name).read_text() == "{}\n" for name in whole)
 
 
 def test_every_row_that_is_asked_for_exists():

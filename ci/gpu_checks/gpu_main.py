@@ -25,7 +25,7 @@ from types import FrameType
 from typing import Any
 
 import gpu_steps
-from gpu_record import FAILED, Report, end_all, line
+from gpu_record import FAILED, PASSED, Report, end_all, line
 
 ROOT = gpu_steps.ROOT
 # Without plugins: an echo that does not fit must not prevent its own repair.
@@ -62,14 +62,14 @@ def main(arguments: list[str]) -> int:
     results = gpu_steps.BUILD / "bench"
     shutil.rmtree(results, ignore_errors=True)
 
-    def gather() -> None:
-        for path in gpu_steps.collect(results, out, name):
+    def gather(complete: bool) -> None:
+        for path in gpu_steps.collect(results, out, name, complete):
             print(f"   records: {path}", flush=True)
 
     try:
         run_steps(report, chosen, machine, results, gather)
     finally:
-        gather()
+        gather(complete=False)
         print("\n" + "\n".join(line(record) for record in report.made))
         print(f"{report.path}, {report.seconds - report.left():.0f} s", flush=True)
     return 0 if report.all_passed() else 1
@@ -80,7 +80,7 @@ def run_steps(
     chosen: argparse.Namespace,
     machine: gpu_steps.Machine,
     results: Path,
-    gather: Callable[[], None],
+    gather: Callable[[bool], None],
 ) -> None:
     """What a step needs is looked up when its turn comes, because an earlier step may have made it."""
     ended = []
@@ -90,8 +90,8 @@ def run_steps(
             if not checks:
                 continue
             report.together(checks)
-            gather()
             outcomes = report.made[-len(checks) :]
+            gather(all(made["outcome"] == PASSED for made in outcomes))
             ended += [c for c, made in zip(checks, outcomes, strict=True) if made["why"].startswith("ended after")]
         outcomes = [record["outcome"] for record in report.made if record["step"] == step]
         counts = ", ".join(f"{outcomes.count(outcome)} {outcome}" for outcome in dict.fromkeys(outcomes))

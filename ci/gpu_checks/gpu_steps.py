@@ -151,11 +151,12 @@ def _bench(machine: Machine, full: bool, results: Path) -> list[Check]:
     ]
 
 
-def collect(results: Path, out: Path, machine: str) -> list[Path]:
-    """Moves the records that benchmarks have left in `results` to out/bench_NAME_MACHINE.jsonl, complete or not."""
+def collect(results: Path, out: Path, machine: str, complete: bool) -> list[Path]:
+    """Moves the records that benchmarks have left in `results` to out/bench_NAME_MACHINE.jsonl, those of one that was
+    ended to a file of their own, so that they replace no whole ones."""
     moved = []
     for path in sorted(results.glob("*/*.jsonl")):
-        target = out / f"bench_{path.parent.name}_{machine}.jsonl"
+        target = out / f"bench_{path.parent.name}_{machine}{'' if complete else '_unfinished'}.jsonl"
         shutil.move(path, target)
         moved.append(target)
     return moved
