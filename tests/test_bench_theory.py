@@ -10,6 +10,7 @@ import pytest
 import torch
 from ranks import run_ranks
 
+from echo_pg import Options
 from echo_pg.__main__ import main
 from echo_pg.bench import results, theory, theory_rank, theory_report
 
@@ -52,6 +53,11 @@ def test_a_sum_above_its_bound_is_shown() -> None:
     assert not theory_report.exceeds(fits) and theory_report.exceeds(breaks)
     said = theory_report.source_table([fits, breaks], "fresh").splitlines()
     assert "EXCEEDS" not in said[3] and said[4].endswith("EXCEEDS THE BOUND")
+
+
+def test_the_row_that_is_named_as_shipped_is_so() -> None:
+    made = Options(**(theory._COMMON | theory.ROWS["rot-one"]))
+    assert made == Options(**theory._QUANTIZED)
 
 
 def test_gradients_go_through_a_norm_as_autograd_takes_them() -> None:

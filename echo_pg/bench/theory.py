@@ -24,8 +24,10 @@ ROWS: dict[str, dict[str, Any]] = {
     "group": {"residual": "group"},
     "group-eta1": {"residual": "group", "eta": 1.0},
     "group-eta1-fp32": {"residual": "group", "eta": 1.0, "state_dtype": "float32"},
-    "rot-plain": {"rotation": "hadamard", "feedback": False},
-    "rot-local": {"rotation": "hadamard"},
+    "one": methods.ONE_AVERAGE,
+    "rot-plain": methods.ROTATED | {"feedback": False},
+    "rot-local": methods.ROTATED,
+    "rot-one": methods.ROTATED | methods.ONE_AVERAGE,
 }
 SEQUENCES = ("fresh", "drift", "same")
 _QUANTIZED: dict[str, Any] = {"bits": 4, "min_bytes": 0, "dtypes": ("bfloat16",), "diagnostics": True}

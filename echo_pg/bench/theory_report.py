@@ -18,8 +18,10 @@ LABELS = {
     "group": "group, eta 0.75",
     "group-eta1": "group, eta 1",
     "group-eta1-fp32": "group, eta 1, fp32 averages",
+    "one": "local, one average, eta 0.9",
     "rot-plain": "rotation, no feedback",
     "rot-local": "rotation, local, eta 0.75",
+    "rot-one": "as shipped: rotation, one average, eta 0.9",
 }
 PARTS = {
     "fresh": "synthetic, each site independent",
