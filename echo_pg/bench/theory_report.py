@@ -239,7 +239,7 @@ def _finish(figure: Any, axes: Any, path: Path, made: list[Record]) -> Path:
     for axis in axes:
         axis.grid(color="#e0e0e0", linewidth=0.8)
         axis.spines[["top", "right"]].set_visible(False)
-    axes[-1].legend(fontsize=8, frameon=False)
+    axes[-1].legend(fontsize=8, frameon=False, loc="center left", bbox_to_anchor=(1.02, 0.5))
     first = made[0]
     figure.suptitle(
         f"4 bits, {first['ranks']} ranks, torch {first['torch']}, echo {first['echo']} {first['commit']}", fontsize=10
@@ -253,7 +253,7 @@ def _source(made: list[Record], parts: list[str], path: Path) -> Path:
     from matplotlib import pyplot
 
     figure, grid = pyplot.subplots(
-        1, len(parts), figsize=(4.6 * len(parts), 4.6), constrained_layout=True, squeeze=False
+        1, len(parts), figsize=(4.6 * len(parts) + 3, 4.6), constrained_layout=True, squeeze=False
     )
     for axis, part in zip(grid[0], parts, strict=True):
         for record in made:
@@ -272,7 +272,7 @@ def _source(made: list[Record], parts: list[str], path: Path) -> Path:
 def _energy(made: list[Record], path: Path) -> Path:
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(1, 2, figsize=(12, 4.8), constrained_layout=True)
+    figure, axes = pyplot.subplots(1, 2, figsize=(15, 4.8), constrained_layout=True)
     for axis, part, what in zip(axes, ("forward", "backward"), ("hidden state", "its gradient"), strict=True):
         for record in made:
             if record["part"] == part:
@@ -285,7 +285,7 @@ def _energy(made: list[Record], path: Path) -> Path:
 def _backward(made: list[Record], path: Path) -> Path:
     from matplotlib import pyplot
 
-    figure, axis = pyplot.subplots(figsize=(8, 4.8), constrained_layout=True)
+    figure, axis = pyplot.subplots(figsize=(11, 4.8), constrained_layout=True)
     for record in made:
         if record["part"] == "backward":
             unit = max(record["delta_l2"]) / math.sqrt(record["sigma2"][1])
