@@ -25,13 +25,14 @@ import torch
 import torch.distributed as dist
 from hosts import INTERFACE, Hosts, address, join
 from ranks import run_ranks
-from reference_group import TWO_AVERAGES
 
 ROWS: dict[str, dict[str, Any] | None] = {
     "gloo": None,
-    "echo 4 bits": TWO_AVERAGES,
-    "echo 4 bits, no feedback": TWO_AVERAGES | {"feedback": False},
-    "echo 8 bits": TWO_AVERAGES | {"bits": 8},
+    "echo as shipped": {},
+    "echo, no rotation": {"rotation": "none"},
+    "echo, no feedback": {"feedback": False},
+    "echo, neither": {"rotation": "none", "feedback": False},
+    "echo 8 bits": {"bits": 8},
 }
 SIZES = {"1 MiB": 1 << 20, "16 MiB": 16 << 20, "64 MiB": 64 << 20}
 LIMITS_MBIT = (1000, 10000, 0)  # 0: none
