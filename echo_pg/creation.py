@@ -244,9 +244,13 @@ def _make_gloo(place: Place, role: str, device_type: str) -> Any:
         store = _watched(place, f"{role}/{device_type}")
         return dist.ProcessGroupGloo(store, place.rank, place.size, timeout=place.timeout)
 
+    gloo = None
     try:
         gloo = connect() if place.processes is None or place.size == 1 else _while_all_live(connect, place.processes)
+        _meet(gloo)
     except Exception as error:
+        if gloo is not None:
+            gloo.abort()  # closes its connections, so that ranks that wait for this one hear of it
         raise dist.DistBackendError(_why_not_connected(place, role, error)) from error
     gloo.options.global_ranks_in_group = place.global_ranks
     gloo.options.group_name = _inner_name(place, role)
@@ -270,6 +274,17 @@ def _while_all_live(connect: Callable[[], Any], processes: Any) -> Any:
             return outcome.result()
         if exited:
             raise DistBackendError(exited)
+
+
+def _meet(gloo: Any) -> None:
+    """Return once all ranks are connected to all others.
+
+    Gloo is done with a rank when that rank's own connections stand. Were it to leave then, its end would break into
+    the connecting of others: Gloo takes a connection that was made and closed again meanwhile for a failure. Processes
+    are not watched here, since one that has met the others may end; one that ends before that breaks its connections.
+    """
+    if gloo.size() > 1:
+        on_thread("echo-meet", lambda: gloo.barrier().wait()).result()  # on a thread: Ctrl-C ends the wait
 
 
 def _watched(place: Place, prefix: str) -> Any:

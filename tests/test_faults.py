@@ -239,12 +239,12 @@ def test_a_killed_rank_is_named_by_forwarded_calls() -> None:
         assert "the process of rank 1 has exited" in text and seconds < 5, (text, seconds)
 
 
-def run_death_while_connecting(rank: int, size: int) -> tuple[str, float]:
-    """Rank 1 agrees to the new group, and ends before it connects."""
+def run_death_while_connecting(rank: int, size: int, step: str) -> tuple[str, float]:
+    """Rank 1 agrees to the new group, and ends before it connects, or before it knows that the others have."""
     from echo_pg import creation
 
     if rank == 1:
-        creation._make_gloo = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+        setattr(creation, step, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
     start = time.monotonic()
     try:
         failing_group(timeout=60)
@@ -253,12 +253,35 @@ def run_death_while_connecting(rank: int, size: int) -> tuple[str, float]:
     raise AssertionError("the group was created")
 
 
-def test_a_rank_that_ends_while_groups_connect() -> None:
-    results = run_ranks(run_death_while_connecting, 3, check=False)
-    for rank in (0, 2):
+@pytest.mark.parametrize("step", ["_make_gloo", "_meet"])
+def test_a_rank_that_ends_while_groups_connect(step: str) -> None:
+    results = run_ranks(run_death_while_connecting, 4, step, check=False)
+    for rank in (0, 2, 3):
         text, seconds = results[rank]
-        assert f"rank {rank} of 3" in text and "cannot be created" in text and seconds < 5, (text, seconds)
+        assert f"rank {rank} of 4" in text and "cannot be created" in text and seconds < 5, (text, seconds)
         assert "the process of rank 1 has exited" in text, text
+
+
+def run_leaving_at_once(rank: int, size: int) -> float:
+    """Rank 0 is slow to see that it is connected; the others end their processes as soon as they have the group.
+    Returns when rank 0 was connected, and when the others had the group."""
+    gloo_class, connected = dist.ProcessGroupGloo, []
+
+    def slow(*arguments: Any, **keywords: Any) -> Any:
+        gloo = gloo_class(*arguments, **keywords)
+        time.sleep(1)
+        connected.append(time.monotonic())
+        return gloo
+
+    if rank == 0:
+        dist.ProcessGroupGloo = slow
+    failing_group()
+    return connected[0] if rank == 0 else time.monotonic()
+
+
+def test_ranks_have_a_group_when_all_are_connected() -> None:
+    first, *others = run_ranks(run_leaving_at_once, 3)
+    assert min(others) > first
 
 
 def run_failure_in_the_vote(rank: int, size: int, step: str) -> tuple[str, float]:
