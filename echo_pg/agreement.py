@@ -76,8 +76,6 @@ class Agreement:
         introduction = self.processes.introduction
         if self.size == 1:
             return [introduction]
-        from torch.distributed import DistBackendError
-
         self._deadline = time.monotonic() + timeout.total_seconds()
         self._write({"fingerprint": json.loads(fingerprint), "introduction": introduction})
         if self.rank != 0:
@@ -91,18 +89,19 @@ class Agreement:
             introductions = [introduction, *(record.get("introduction", "") for record in records)]
             self._give_verdict(problem, introductions)
         if problem:
-            raise DistBackendError(f"echo: this group cannot be created. {problem}")
+            raise self._refusal(problem)
         return list(introductions)
 
     def _ask(self, question: Callable[..., Any], *arguments: Any) -> Any:
-        from torch.distributed import DistBackendError
-
         try:
             return answer_within(self._left(), question, *arguments)
         except (TimeoutError, RuntimeError) as error:  # torch's own where the server has ended
-            who = f"rank {self.rank} of {self.size}"
-            text = f"echo: this group cannot be created on {who}: {self._who_is_gone()}{error}"
-            raise DistBackendError(text) from error
+            raise self._refusal(f"{self._who_is_gone()}{error}") from error
+
+    def _refusal(self, problem: str) -> Exception:
+        from torch.distributed import DistBackendError
+
+        return DistBackendError(f"echo: rank {self.rank} of {self.size}: this group cannot be created: {problem}")
 
     def _who_is_gone(self) -> str:
         """The process that may have taken the store with it, as the beginning of an error; empty if all known ones
@@ -146,18 +145,16 @@ class Agreement:
         return [_read_record(text, peer) for peer, text in enumerate(texts, start=1)]
 
     def _await(self, keys: list[str], timeout: timedelta) -> None:
-        from torch.distributed import DistBackendError
-
         start = time.monotonic()
         try:
             self._poll(keys)
         except Exception as error:
             waited = f"after {time.monotonic() - start:.1f} s (time-out {timeout.total_seconds():g} s)"
-            problem = f"Rank {self.rank} of {self.size} waited: {self._who_is_missing()} {waited}: {error}"
+            problem = f"rank {self.rank} waited: {self._who_is_missing()} {waited}: {error}"
             if self.rank == 0:
                 with contextlib.suppress(Exception):  # for those who come later
                     self._ask(self.store.set, "verdict", json.dumps([problem, None]))
-            raise DistBackendError(f"echo: this group cannot be created. {problem}") from error
+            raise self._refusal(problem) from error
 
     def _poll(self, keys: list[str]) -> None:
         """Until the store has the keys. Its own wait hears of nothing else, so it is asked again and again."""
@@ -193,7 +190,7 @@ class Agreement:
         except Exception:
             return f"{self._who_is_gone()}the store no longer answers rank {self.rank}"
         if not missing:
-            return f"All {self.size} ranks came, but rank 0 gave no verdict"
+            return f"all {self.size} ranks came, but rank 0 gave no verdict"
         shown = ", ".join(map(str, missing[:16])) + (", ..." if len(missing) > 16 else "")
         return f"{len(missing)} of {self.size} ranks did not come (rank {shown})"
 
@@ -224,11 +221,11 @@ def _read_verdict(text: str | bytes, size: int) -> tuple[str | None, list[str]]:
             return None, list(introductions)
     except (ValueError, TypeError, RecursionError):
         pass
-    return "What stands in the store is no verdict of rank 0", []
+    return "what stands in the store is no verdict of rank 0", []
 
 
 def describe_difference(mine: dict[str, Any], theirs: dict[str, Any], peer: int) -> str:
     """In words what differs between rank 0 and `peer`, followed by both fingerprints."""
     names = [name for name in {**mine, **theirs} if mine.get(name) != theirs.get(name)]
     parts = [f"{name} is {mine.get(name)!r} on rank 0 and {theirs.get(name)!r} on rank {peer}" for name in names]
-    return f"Ranks must agree: {'; '.join(parts)}.\n  rank 0: {json.dumps(mine)}\n  rank {peer}: {json.dumps(theirs)}"
+    return f"ranks must agree: {'; '.join(parts)}.\n  rank 0: {json.dumps(mine)}\n  rank {peer}: {json.dumps(theirs)}"

@@ -51,7 +51,7 @@ def may_end_well(it: Injection, rank: int) -> bool:
 def wrong_words(it: Injection, rank: int, text: str) -> list[str]:
     """What an error of a rank other than the victim fails to name."""
     wrong = []
-    if not re.search(rf"[Rr]ank {rank} of {it.size}\b|echo: this group cannot be created", text):
+    if not re.search(rf"[Rr]ank {rank} of {it.size}\b", text):
         wrong.append(f"its own rank {rank}")
     if not re.search(rf"rank {it.victim}\b", text):
         wrong.append(f"the victim, rank {it.victim}")
