@@ -8,6 +8,7 @@ threads.
 
 import contextlib
 import hashlib
+import time
 import warnings
 from collections.abc import Callable
 from concurrent.futures import wait
@@ -21,6 +22,7 @@ from .answers import on_thread
 from .options import Options
 
 _LOOK_PERIOD = 0.2  # seconds between two looks at the processes while an inner backend connects
+_CONNECT_GRACE = timedelta(seconds=0.5)  # beyond the time-out, in which Gloo may say itself what it waits for
 
 
 @dataclass(frozen=True)
@@ -245,9 +247,11 @@ def _make_gloo(place: Place, role: str, device_type: str) -> Any:
         return dist.ProcessGroupGloo(store, place.rank, place.size, timeout=place.timeout)
 
     gloo = None
+    deadline = time.monotonic() + (place.timeout + _CONNECT_GRACE).total_seconds()
     try:
-        gloo = connect() if place.processes is None or place.size == 1 else _while_all_live(connect, place.processes)
-        _meet(gloo)
+        watched = place.processes is not None and place.size > 1
+        gloo = _while_all_live(connect, place, deadline) if watched else connect()
+        _meet(gloo, place, deadline)
     except Exception as error:
         if gloo is not None:
             gloo.abort()  # closes its connections, so that ranks that wait for this one hear of it
@@ -258,25 +262,28 @@ def _make_gloo(place: Place, role: str, device_type: str) -> Any:
     return gloo
 
 
-def _while_all_live(connect: Callable[[], Any], processes: Any) -> Any:
-    """What `connect` returns or raises; DistBackendError as soon as a process of the group has ended.
+def _while_all_live(connect: Callable[[], Any], place: Place, deadline: float) -> Any:
+    """What `connect` returns or raises; DistBackendError as soon as a process of the group has ended, or after the
+    deadline.
 
-    Gloo waits for connections to and from a dead process until its time-out, and nothing ends that. So it does so on a
-    thread, which is left behind then, with its sockets, until that time-out.
+    Gloo waits for connections to and from a process that has ended, or moves no more, up to five times its time-out,
+    and nothing ends that. So it does so on a thread, which is left behind then, with its sockets, until it gives up.
     """
     from torch.distributed import DistBackendError
 
     outcome = on_thread("echo-connect", connect)
     while True:
         # Asked in this order: the last thing that a process did may have been to connect.
-        exited = processes.exited()
+        exited = place.processes.exited()
         if wait([outcome], _LOOK_PERIOD).done:
             return outcome.result()
         if exited:
             raise DistBackendError(exited)
+        if time.monotonic() > deadline:
+            raise _timed_out(place)
 
 
-def _meet(gloo: Any) -> None:
+def _meet(gloo: Any, place: Place, deadline: float) -> None:
     """Return once all ranks are connected to all others.
 
     Gloo is done with a rank when that rank's own connections stand. Were it to leave then, its end would break into
@@ -284,7 +291,16 @@ def _meet(gloo: Any) -> None:
     are not watched here, since one that has met the others may end; one that ends before that breaks its connections.
     """
     if gloo.size() > 1:
-        on_thread("echo-meet", lambda: gloo.barrier().wait()).result()  # on a thread: Ctrl-C ends the wait
+        outcome = on_thread("echo-meet", lambda: gloo.barrier().wait())  # on a thread: Ctrl-C ends the wait
+        if not wait([outcome], max(deadline - time.monotonic(), 0)).done:
+            raise _timed_out(place)
+        outcome.result()
+
+
+def _timed_out(place: Place) -> Exception:
+    from torch.distributed import DistBackendError
+
+    return DistBackendError(f"timed out after {place.timeout.total_seconds():g} s")
 
 
 def _watched(place: Place, prefix: str) -> Any:
@@ -304,7 +320,7 @@ def _why_not_connected(place: Place, role: str, error: Exception) -> str:
         f"rank {place.rank} of {place.size}: group {place.name!r} cannot be created: "
         f"waiting for the connections of all ranks ({role}, Gloo): {error}"
     )
-    if place.processes is None:
+    if place.processes is None or role == "wire":  # the call that wants it asks the others itself
         return problem
     store = dist.PrefixStore(f"{role}/failed", place.store)
     return problem + build.extension().fault_reports(store, place.rank, place.size, place.processes, problem)

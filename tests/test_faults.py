@@ -145,13 +145,17 @@ def test_a_rank_that_is_killed(fabric: str) -> None:
         assert "exchange" in text and seconds < TIMEOUT, (text, seconds)
 
 
+def stop_for(seconds: float) -> None:
+    subprocess.Popen(["sh", "-c", f"sleep {seconds}; kill -CONT {os.getpid()}"])
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
 def run_stopped(rank: int, size: int) -> tuple[str, float]:
     """Rank 1 lives but does not move, until long after the others have given up."""
     group = failing_group(fabric="peer")
     dist.all_reduce(contribution(rank), group=group)
     if rank == 1:
-        subprocess.Popen(["sh", "-c", f"sleep {TIMEOUT + 2}; kill -CONT {os.getpid()}"])
-        os.kill(os.getpid(), signal.SIGSTOP)
+        stop_for(TIMEOUT + 2)
     outcome = error_of(lambda: dist.all_reduce(contribution(rank), group=group))
     check_that_it_stays_faulted(group, outcome[0])
     return outcome
@@ -282,6 +286,34 @@ def run_leaving_at_once(rank: int, size: int) -> float:
 def test_ranks_have_a_group_when_all_are_connected() -> None:
     first, *others = run_ranks(run_leaving_at_once, 3)
     assert min(others) > first
+
+
+def run_stop_while_connecting(rank: int, size: int, first_call: bool) -> tuple[str, float]:
+    """Rank 1 stops when Gloo is about to connect the new group, or its exchange in the first call. Whether Gloo then
+    waits for it five times its time-out depends on its ports; here it does."""
+    from echo_pg import creation
+
+    group = failing_group(fabric="wire") if first_call else None
+
+    def stop_and_give_up(*_: Any) -> None:
+        stop_for(TIMEOUT + 5)
+        raise dist.DistBackendError("too late")
+
+    if rank == 1:
+        creation._make_gloo = stop_and_give_up
+    else:
+        dist.ProcessGroupGloo = lambda *_, timeout: time.sleep(5 * timeout.total_seconds())
+    return error_of(lambda: dist.all_reduce(contribution(rank), group=group) if first_call else failing_group())
+
+
+@pytest.mark.parametrize("first_call", [False, True])
+def test_a_rank_that_stops_while_groups_connect(first_call: bool) -> None:
+    results = run_ranks(run_stop_while_connecting, 3, first_call)
+    for rank in (0, 2):
+        text, seconds = results[rank]
+        assert f"rank {rank} of 3" in text and "cannot be created" in text, text
+        assert f"timed out after {TIMEOUT:g} s" in text and "rank 1 reports nothing" in text, text
+        assert TIMEOUT <= seconds < TIMEOUT + 5, (text, seconds)
 
 
 def run_failure_in_the_vote(rank: int, size: int, step: str) -> tuple[str, float]:

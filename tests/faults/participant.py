@@ -270,8 +270,8 @@ def finish(rank: int, it: Injection, outcome: Outcome, before: Counter[str], fol
         grown = Counter()  # what a failed group maps on the device stays, since a kernel may still use it
         if (torch.ones(1, device="cuda") + 1).item() != 2:
             outcome.problems.append("the device does not work any more")
-    if it.stage == "creating":
-        # What Gloo opened to connect to a process that ended meanwhile stays until the time-out.
+    if it.stage == "creating" or "connections of all ranks" in outcome.text:
+        # What Gloo opened to connect to a process that ended or stopped meanwhile stays until it gives up.
         grown = Counter({name: count for name, count in grown.items() if "/dev/shm" in name})
     if grown:
         outcome.problems.append(f"left open: {dict(grown)}")
