@@ -39,6 +39,11 @@ class Pool:
         kept += [x for pairs in self.made.values() for pair in pairs for x in pair if not x.is_cuda]
         return sum(x.untyped_storage().nbytes() for x in kept)
 
+    def held_device_bytes(self) -> int:
+        """Of device memory, which torch hands out in pieces of 512 bytes."""
+        kept = [x for pairs in self.made.values() for pair in pairs for x in pair if x.is_cuda]
+        return sum(-(-x.untyped_storage().nbytes() // 512) * 512 for x in kept)
+
     def checks(self, kind: Kind, ranks: tuple[int, ...], options: Any, key: str) -> list[tuple[Tensor, Tensor]]:
         """Per entry the exact sum and the limit of every element, on the device."""
         if (kind, ranks, key) not in self.made:

@@ -36,6 +36,7 @@ from schedule import LARGEST, Epoch, Schedule  # noqa: E402
 EPOCH_CALLS = 3000  # per group
 LARGE_EVERY = 12  # epochs
 WARM_UP = 0.3  # of a slice: memory pools fill
+FEWEST_EPOCHS = 8  # of a slice whose memory is judged
 # glibc gives large blocks back to the system, until it has seen one go: then it keeps such blocks as pieces of a heap,
 # which are no leak and look like one. With a fixed limit it goes on giving them back. Read when a process starts.
 os.environ.setdefault("MALLOC_MMAP_THRESHOLD_", str(64 << 10))
@@ -135,37 +136,51 @@ def in_threads(bodies: list[Any]) -> None:
         raise failures[0]
 
 
-def footprint(device: str, pool: Pool) -> dict[str, int]:
+def footprint(pool: Pool) -> dict[str, int]:
     """What this process holds beside the pool, after it has given back what it can."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     status = Path("/proc/self/status").read_text().split()
-    held = {
+    return {
         "rss": (int(status[status.index("VmRSS:") + 1]) << 10) - pool.held_bytes(),
         "files": len(os.listdir("/proc/self/fd")),
         "shared": sum("/dev/shm" in line for line in Path("/proc/self/maps").read_text().splitlines()),
         "threads": int(status[status.index("Threads:") + 1]),
     }
-    if device == "cuda":
-        torch.cuda.synchronize()
-        torch.cuda.empty_cache()
-        held["device_used"] = torch.cuda.mem_get_info()[1] - torch.cuda.mem_get_info()[0]
-    return held
 
 
-def settled_footprint(device: str, pool: Pool, before: dict[str, int] | None) -> dict[str, int]:
+def device_footprint(size: int, pool: Pool) -> dict[str, int]:
+    """What is in use of this rank's GPU beyond what torch's allocator has reserved there for any rank, and what this
+    process's tensors hold beside the pool. Called on all ranks alike."""
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    mine = torch.tensor([torch.cuda.current_device(), torch.cuda.memory_reserved()])
+    everyone = [torch.empty_like(mine) for _ in range(size)]
+    dist.all_gather(everyone, mine)
+    free, total = torch.cuda.mem_get_info()
+    dist.barrier()  # nobody reserves more before all have looked
+    reserved = sum(int(their_bytes) for device, their_bytes in everyone if device == mine[0])
+    return {
+        "device_used": total - free - reserved,
+        "device_tensors": torch.cuda.memory_allocated() - pool.held_device_bytes(),
+    }
+
+
+def settled_footprint(pool: Pool, before: dict[str, int] | None) -> dict[str, int]:
     """Threads that nobody waits for close the last files within a moment."""
     deadline = time.monotonic() + 5
     while True:
-        now = footprint(device, pool)
+        now = footprint(pool)
         same = before is None or all(now[name] <= before[name] for name in ("files", "shared", "threads"))
         if same or time.monotonic() > deadline:
             return now
         time.sleep(0.02)
 
 
-def run_slice(rank: int, size: int, seed: int, calls: int, seconds: float, device: str, largest: int) -> dict[str, Any]:
-    """Epochs until all ranks have made `calls` calls or the time is over."""
+def run_slice(
+    rank: int, size: int, seed: int, calls: int, seconds: float, device: str, largest: int, epoch_calls: int
+) -> dict[str, Any]:
+    """Epochs until one rank has made `calls` calls or the time is over."""
     if torch.cuda.is_available() and device == "cuda":  # the question opens the driver's files, on CPU soaks too
         torch.cuda.set_device(rank % torch.cuda.device_count())
     schedule = Schedule(
@@ -181,12 +196,15 @@ def run_slice(rank: int, size: int, seed: int, calls: int, seconds: float, devic
         dist.all_reduce(time_over, op=dist.ReduceOp.MAX)
         if time_over:
             break
-        epoch = schedule.epoch(EPOCH_CALLS, with_large=epochs % LARGE_EVERY == LARGE_EVERY - 1)
+        epoch = schedule.epoch(epoch_calls, with_large=epochs % LARGE_EVERY == LARGE_EVERY - 1)
         new, compared = run_epoch(epoch, pool, rank, size, device)
         if recorded:
             replayed += recorded.replay(20)
         made, mirrored, epochs, groups = made + new, mirrored + compared, epochs + 1, groups + len(epoch.uses)
-        history.append((made, settled_footprint(device, pool, history[0][1] if history else None)))
+        held = settled_footprint(pool, history[0][1] if history else None)
+        if device == "cuda":
+            held |= device_footprint(size, pool)
+        history.append((made, held))
     return {
         "calls": made,
         "mirrored": mirrored,
@@ -206,10 +224,10 @@ def growth(history: list[tuple[int, dict[str, int]]]) -> list[str]:
     for name in ("files", "shared", "threads"):
         if later[-1][1][name] > later[0][1][name]:
             problems.append(f"{name}: {later[0][1][name]} became {later[-1][1][name]}")
-    if len(history) < 8:  # pools of memory still fill
+    if len(history) < FEWEST_EPOCHS:  # pools of memory still fill
         return problems
     third = max(1, len(later) // 3)
-    for name in ("rss", "device_used"):
+    for name in ("rss", "device_used", "device_tensors"):
         if name not in later[0][1]:
             continue
         early, late = (sorted(held[name] for _, held in part)[third // 2] for part in (later[:third], later[-third:]))
@@ -219,11 +237,13 @@ def growth(history: list[tuple[int, dict[str, int]]]) -> list[str]:
     return problems
 
 
-def soak_slice(seed: int, calls: int, seconds: float, device: str, largest: int) -> dict[str, Any]:
+def soak_slice(
+    seed: int, calls: int, seconds: float, device: str, largest: int, epoch_calls: int = EPOCH_CALLS
+) -> dict[str, Any]:
     """One set of processes; the line to be recorded."""
     size = (2, 3, 2, 4)[seed % 4] if device == "cpu" else 2
     start = time.monotonic()
-    outcomes = run_ranks(run_slice, size, seed, calls, seconds, device, largest, timeout=seconds + 240)
+    outcomes = run_ranks(run_slice, size, seed, calls, seconds, device, largest, epoch_calls, timeout=seconds + 240)
     first, last = outcomes[0]["history"][0][1], outcomes[0]["history"][-1][1]
     return {
         "seed": seed,

@@ -15,8 +15,10 @@ from torch import Tensor
 
 
 def test_a_short_soak() -> None:
-    line = soak.soak_slice(5, calls=12_000, seconds=15, device="cpu", largest=1 << 21)
-    assert not line["problems"] and line["calls"] > 1000, line
+    """Of many short epochs, so that memory is judged and a large tensor comes."""
+    line = soak.soak_slice(9, calls=4000, seconds=60, device="cpu", largest=1 << 22, epoch_calls=150)
+    assert not line["problems"] and line["mirrored"] > 0, line
+    assert line["epochs"] >= max(soak.FEWEST_EPOCHS, soak.LARGE_EVERY), line
 
 
 @pytest.mark.parametrize("options", schedule.PALETTE, ids=str)
