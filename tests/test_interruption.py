@@ -180,6 +180,14 @@ works = [dist.all_reduce(x, group=group, async_op=True) for group in groups]
 print("leaving", flush=True)
 """
 
+LEAVE_A_THREAD = """
+import threading
+for group in groups:
+    threading.Thread(target=dist.all_reduce, args=(x.clone(),), kwargs={"group": group}, daemon=True).start()
+time.sleep(0.5)
+print("leaving", flush=True)
+"""
+
 
 def first_of_two(program: str, folder: Path, stay: float) -> tuple[str, int, float]:
     """What rank 0 of two printed, how it ended, and how long after its last line. Rank 1 stays without taking part."""
@@ -213,9 +221,11 @@ def test_a_forked_process_cannot_use_the_groups_of_its_parent(tmp_path: Path) ->
     assert output.splitlines() == ["clear"] * 7 + ["slabs 0", "child ended with 0"] and code == 0, output
 
 
-def test_an_interpreter_ends_with_work_in_flight(tmp_path: Path) -> None:
-    """Its peer never comes to the two calls, one over each fabric, and its groups would wait a minute for it."""
-    output, code, seconds = first_of_two(LEAVE, tmp_path, 40)
+@pytest.mark.parametrize("program", [LEAVE, LEAVE_A_THREAD], ids=["async", "threads"])
+def test_an_interpreter_ends_with_work_in_flight(program: str, tmp_path: Path) -> None:
+    """Its peer never comes to the two calls, one over each fabric, and its groups would wait a minute for it. Threads
+    that wait for them must not meet the interpreter that has ended."""
+    output, code, seconds = first_of_two(program, tmp_path, 40)
     assert output == "leaving\n" and code == 0, (output, code)
     assert seconds < 10, seconds
 

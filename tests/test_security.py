@@ -21,6 +21,7 @@ from ranks import run_ranks
 from test_backend import contribution, is_close
 
 SECRET = b"not to be touched"
+DESCRIPTORS = 64  # of a process that an intruder tries to open
 
 
 class MeddledStore(dist.Store):
@@ -199,7 +200,7 @@ def intrude(pid: int) -> list[str]:
         "signal": lambda: os.kill(pid, 0) is None,
     }
     for flags in (os.O_RDONLY, os.O_RDWR):
-        for name in ("mem", *(f"fd/{descriptor}" for descriptor in range(64))):
+        for name in ("mem", *(f"fd/{descriptor}" for descriptor in range(DESCRIPTORS))):
             attempts[f"open {name} {flags}"] = lambda name=name, flags=flags: os.open(f"/proc/{pid}/{name}", flags)
     allowed = []
     for what, attempt in attempts.items():
@@ -234,6 +235,7 @@ def run_beside_an_intruder(rank: int, size: int, folder: str) -> list[str]:
 
     def meddle(key: str, value: bytes) -> bytes:
         if value.startswith(f"{os.getpid()} ".encode()):
+            assert int(value.split()[1]) < DESCRIPTORS, "the handle is among what the intruder tries"
             found.append(as_another_user(os.getpid()))
         return value
 
