@@ -308,8 +308,11 @@ def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
     return nn.functional.cross_entropy(logits.float().flatten(0, 1), labels.flatten())
 
 
-def run_pipeline(rank: int, size: int, folder: str, micro_batches: int) -> tuple[Table, dict[str, Any], float]:
-    """One step of DeepSpeed's 1F1B schedule; four blocks, so two per stage. Also the stage's TP group's statistics."""
+def run_pipeline(
+    rank: int, size: int, folder: str, micro_batches: int, checkpointing: str
+) -> tuple[Table, dict[str, Any], float]:
+    """One step of DeepSpeed's 1F1B schedule; four blocks, so two per stage. Also the stage's TP group's statistics.
+    `checkpointing` of every block: "none", "reentrant" or "non-reentrant"."""
     recorder = record()
     environment(rank, size, 1)
     deepspeed = import_deepspeed()
@@ -328,9 +331,14 @@ def run_pipeline(rank: int, size: int, folder: str, micro_batches: int) -> tuple
     torch.manual_seed(0)
     blocks = [LayerSpec(Block, group) for _ in range(4)]
     layers = [LayerSpec(Embed), *blocks, LayerSpec(nn.Linear, HIDDEN, VOCAB, bias=False)]
-    model = PipelineModule(layers, topology=topology, loss_fn=cross_entropy, partition_method="uniform")
+    # Of token numbers, which have no gradient, reentrant checkpointing makes none either.
+    model = PipelineModule(
+        layers, topology=topology, loss_fn=cross_entropy, partition_method="uniform", checkpointable_layers=["Block"]
+    )
     chosen = config(accumulation=micro_batches)
     del chosen["tensor_parallel"]
+    if checkpointing != "none":
+        chosen["pipeline"] = {"activation_checkpoint_interval": 1, "use_reentrant": checkpointing == "reentrant"}
     engine = deepspeed.initialize(model=model, config=chosen)[0]
     recorder.take()
     loss = engine.train_batch((tokens, tokens.roll(-1, 1)) for tokens in batches()).item()

@@ -194,23 +194,27 @@ def test_a_program_that_names_no_backend_under_the_launcher() -> None:
 
 
 @needs_four_devices
-def test_pipeline(tmp_path: Path) -> None:
-    """Under 1F1B every micro-batch is a forward and a backward pass of each stage, in whatever order they come."""
+@pytest.mark.parametrize("checkpointing", ["none", "reentrant", "non-reentrant"])
+def test_pipeline(tmp_path: Path, checkpointing: str) -> None:
+    """Under 1F1B every micro-batch is a forward and a backward pass of each stage, in whatever order they come, and
+    each block that checkpointing computes again a pass of its own."""
     micro_batches, blocks = 4, 2
     four = run_ranks(
-        runs.run_pipeline, 4, str(tmp_path), micro_batches, backend=None, env=DEBUG | EVERYTHING, timeout=120
-    )
+        runs.run_pipeline, 4, str(tmp_path), micro_batches, checkpointing, backend=None, env=DEBUG | EVERYTHING,
+        timeout=120,
+    )  # fmt: skip
     assert len({loss for _, _, loss in four}) == 1
+    again = 0 if checkpointing == "none" else micro_batches * blocks
     for decisions, stats, _ in four:
         rows = {
             (direction, "SUM", "bfloat16", HIDDEN_STATES, "quantized"): micro_batches * blocks
-            for direction in ("forward", "backward")
+            for direction in ("forward", "backward") + (("recompute",) if again else ())
         }
         quantized = {row: count for row, count in decisions.items() if row[-1] == "quantized"}
         assert quantized == rows
         assert {row[0] for row in decisions if row[-1] != "quantized"} == {"none"}
-        assert stats["passes"] == {"forward": micro_batches, "backward": micro_batches, "recompute": 0}
-        assert stats["sites_last"] == {"forward": blocks, "backward": blocks, "recompute": 0}
+        assert stats["passes"] == {"forward": micro_batches, "backward": micro_batches, "recompute": again}
+        assert stats["sites_last"] == {"forward": blocks, "backward": blocks, "recompute": 1 if again else 0}
 
 
 def test_losses(tmp_path: Path) -> None:
