@@ -34,6 +34,7 @@ def patient_group(fabric: str) -> Any:
 
 def seconds_to_ctrl_c(wait: Callable[[], Any]) -> float:
     """How long after Ctrl-C a call that waits for a peer raises KeyboardInterrupt."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # shells start what runs in the background without it
     sent: list[float] = []
 
     def press() -> None:
