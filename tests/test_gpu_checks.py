@@ -48,6 +48,12 @@ def test_steps_keep_their_order():
     assert gpu_main._parse([]).only == gpu_steps.STEPS
 
 
+def test_commands_are_shown_as_in_the_root_of_the_sources():
+    command = [sys.executable, "-m", "pip", "install", "-e", str(gpu_record.ROOT), f"{gpu_record.ROOT}/ci/gpu"]
+    check = gpu_record.Check("build", "package", command, 1, variables={"A": "1"})
+    assert gpu_record._shown(check) == ["A=1", "python", "-m", "pip", "install", "-e", ".", "ci/gpu"]
+
+
 def test_machines_have_short_names():
     assert gpu_main.slug(["NVIDIA H200"] * 2) == "h200x2"
     assert gpu_main.slug(["NVIDIA GeForce RTX 4090"]) == "geforce_rtx_4090"

@@ -172,5 +172,6 @@ def line(record: dict[str, Any]) -> str:
 
 def _shown(check: Check) -> list[str]:
     """The command as somebody else would type it, in the root of the sources."""
-    python = ["python" if part == sys.executable else part.replace(f"{ROOT}/", "") for part in check.command]
-    return [*(f"{name}={value}" for name, value in check.variables.items()), *python]
+    elsewhere = {sys.executable: "python", str(ROOT): "."}
+    parts = [elsewhere.get(part, part.replace(f"{ROOT}/", "")) for part in check.command]
+    return [*(f"{name}={value}" for name, value in check.variables.items()), *parts]

@@ -21,7 +21,7 @@ from .results import Record
 
 # Measured between and within H200s of one host (18 NVLinks): 1 GiB one way, 2 GiB.
 LINK_GBPS, COPY_GBPS = 389.0, 4200.0
-COLUMNS = ("row", "median ms", "link ms", "memory ms", "larger floor / median")
+COLUMNS = ["row", "median ms", "link ms", "memory ms", "larger floor / median"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -49,17 +49,17 @@ def main(chosen: argparse.Namespace) -> int:
     if not rows:
         print(f"bench floors: {chosen.file} has no row of {chosen.size} over GPUs' peer memory", file=sys.stderr)
         return 2
-    print(results.grid([list(COLUMNS), *map(list, rows)]))
+    print(results.grid([COLUMNS, *rows]))
     return 0
 
 
-def describe(record: Record, link_gbps: float, copy_gbps: float) -> tuple[str, ...]:
+def describe(record: Record, link_gbps: float, copy_gbps: float) -> list[str]:
     """The cells of a row."""
     milliseconds = record["median_ms"]
     link = record["wire_bytes"] / link_gbps / 1e6
     memory = memory_bytes(record) / copy_gbps / 1e6
     share = max(link, memory) / milliseconds
-    return record["label"], f"{milliseconds:.2f}", f"{link:.2f}", f"{memory:.2f}", f"{100 * share:.0f} %"
+    return [record["label"], f"{milliseconds:.2f}", f"{link:.2f}", f"{memory:.2f}", f"{100 * share:.0f} %"]
 
 
 def memory_bytes(record: Record) -> float:
