@@ -71,12 +71,12 @@ def run_rank(rank: int, size: int, store_path: str | None, plan: dict[str, Any],
     """Measures what the file lacks; rank 0 writes it there."""
     session, common = _start(rank, size, store_path, plan, rank if local_rank is None else local_rank)
     there = {key_of(record) for record in results.read_if_there(Path(plan["path"]), "accuracy")} if rank == 0 else set()
-    todo = _agree_on_todo(session, common, there)
-    progress = Progress(f"{size} ranks", sum(map(len, todo.values())), shown=rank == 0)
+    unmeasured = _agree_on_unmeasured(session, common, there)
+    progress = Progress(f"{size} ranks", sum(map(len, unmeasured.values())), shown=rank == 0)
     reference: dict[str, Reference] = {}
     tokens: list[Tensor] = []
     for row in (*plan["rows"], *GROWTH_ROWS):
-        for part in todo.get(row.name, ()):
+        for part in unmeasured.get(row.name, ()):
             began = time.perf_counter()
             progress.begin(f"{row.name}: {part}")
             made = _measure(session, row, part, reference, tokens, progress.say)
@@ -182,24 +182,24 @@ def _spread(ids: Tensor, count: int, length: int, offset: float, name: str) -> T
     return torch.stack([ids[start : start + length] for start in starts]) if count else ids.new_empty((0, length))
 
 
-def _agree_on_todo(session: Session, common: dict[str, Any], there: set[str]) -> dict[str, list[str]]:
+def _agree_on_unmeasured(session: Session, common: dict[str, Any], there: set[str]) -> dict[str, list[str]]:
     """Row -> parts to be measured: those that are not `there`. Rank 0 decides, because it alone writes the file. Where
     anything is compared with the 16-bit row, that one runs too, recorded already or not."""
     plan = session.plan
     if session.rank == 0:
-        todo: dict[str, list[str]] = {}
+        unmeasured: dict[str, list[str]] = {}
         wanted = [(row, "scores") for row in plan["rows"]]
         wanted += [(row, "greedy") for row in plan["rows"] if row.name in plan["greedy"]]
         wanted += [(row, "growth") for row in GROWTH_ROWS if plan["growth"]]
         for row, part in wanted:
             record = common | {"row": row.name, "part": part, "options": _options_of(session, row, part)}
             if key_of(record) not in there:
-                todo.setdefault(row.name, []).append(part)
+                unmeasured.setdefault(row.name, []).append(part)
         for part in ("scores", "greedy"):
-            if any(part in parts for parts in todo.values()) and part not in todo.get(REFERENCE, []):
-                todo.setdefault(REFERENCE, []).append(part)
-        session.store.set(f"todo {session.size}", json.dumps(todo))
-    return dict(json.loads(session.store.get(f"todo {session.size}")))
+            if any(part in parts for parts in unmeasured.values()) and part not in unmeasured.get(REFERENCE, []):
+                unmeasured.setdefault(REFERENCE, []).append(part)
+        session.store.set(f"unmeasured {session.size}", json.dumps(unmeasured))
+    return dict(json.loads(session.store.get(f"unmeasured {session.size}")))
 
 
 def _options_of(session: Session, row: Row, part: str) -> dict[str, Any] | None:
