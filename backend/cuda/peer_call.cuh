@@ -85,27 +85,39 @@ __device__ __forceinline__ bool open_peer_call(const PeerJob& job, WaitContext& 
   return true;
 }
 
-// The last block to leave moves the group on to its next call.
-__device__ __forceinline__ void close_peer_call(const PeerJob& job) {
-  if (threadIdx.x != 0) return;
-  __threadfence();
-  if (atomicAdd(&job.group->blocks_done, 1u) + 1 != gridDim.x) return;
-  job.group->blocks_done = 0;
-  job.group->call_number += 1;
-  job.group->exact_calls += job.record.exact_calls;
-  __threadfence();
-  job.group->in_use = 0;
-}
-
-// What this lane still owes of the tensor: every rank's segment, its tiles from `first` on.
+// NaN in every rank's segment of the tensor, in tile `first` and each `stride` tiles further on. By a block.
 template <DType kDType>
-__device__ __noinline__ void fill_lane_with_nan(const PeerJob& job, int64_t first) {
-  for (int64_t tile = first; tile < job.tiles; tile += gridDim.x) {
+__device__ __noinline__ void fill_tiles_with_nan(const PeerJob& job, int64_t first, int64_t stride) {
+  for (int64_t tile = first; tile < job.tiles; tile += stride) {
     for (int32_t owner = 0; owner < job.shape.world_size; ++owner) {
       const GroupRange groups = tile_range(job.groups, job.segment, owner, tile, job.tile_groups);
       fill_with_nan<kDType>(job.site, groups, threadIdx.x, kPeerThreads);
     }
   }
+}
+
+// The last block to leave moves the group on to its next call. After a fault the lanes that were done before it have
+// stored what is right, the others NaN: it makes all of it NaN, since every other block has stored what it will.
+template <DType kDType>
+__device__ __forceinline__ void close_peer_call(const PeerJob& job) {
+  __syncthreads();
+  bool is_last = false;
+  if (threadIdx.x == 0) {
+    __threadfence();
+    is_last = atomicAdd(&job.group->blocks_done, 1u) + 1 == gridDim.x;
+    __threadfence();
+  }
+  if (__syncthreads_or(is_last) == 0) return;
+  if (*static_cast<volatile uint32_t*>(&job.group->fault_taken) != 0) {
+    fill_tiles_with_nan<kDType>(job, 0, 1);
+    __syncthreads();
+  }
+  if (threadIdx.x != 0) return;
+  job.group->blocks_done = 0;
+  job.group->call_number += 1;
+  job.group->exact_calls += job.record.exact_calls;
+  __threadfence();
+  job.group->in_use = 0;
 }
 
 }  // namespace echo::cuda

@@ -63,11 +63,11 @@ __global__ void __launch_bounds__(kPeerThreads, peer_blocks(kState, kKind))
     stored = walk_tiles(LaneTasks<kDType, kBits, kState, kResidual, kAverages, kPair, kKind>(lane));
   }
   if (stored < tiles) {
-    fill_lane_with_nan<kDType>(job, lane.tile(stored < 0 ? 0 : stored));
+    fill_tiles_with_nan<kDType>(job, lane.tile(stored < 0 ? 0 : stored), gridDim.x);
   } else if (threadIdx.x == 0) {
     job.sequences[blockIdx.x] = call.first + static_cast<uint64_t>(tiles);
   }
-  close_peer_call(job);
+  close_peer_call<kDType>(job);
 }
 
 }  // namespace echo::cuda
