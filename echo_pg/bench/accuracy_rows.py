@@ -58,16 +58,22 @@ def _local(name: str, *sets: str, greedy: bool = False, **changes: Any) -> Row:
     return Row(label, UNROTATED_TWO | changes, sets, False, greedy, plain)
 
 
+def _shipped(name: str, *sets: str, greedy: bool = False, **changes: Any) -> Row:
+    """4 bits with the options as shipped but for `changes`."""
+    return Row(f"4-bit default, {name}", changes, sets, False, greedy, PLAIN)
+
+
 def _main() -> list[Row]:
     best: dict[str, Any] = ROTATED | ONE_AVERAGE | {"clip": 0.95}
     default = "4-bit default"
     return [
         Row(REFERENCE, {}, SETS, greedy=True),
         Row(default, {}, ("main", "local", "group-size", "rotation", "early"), greedy=True, plain=PLAIN),
-        Row(f"{default}, min_bytes as shipped", {"min_bytes": 1 << 20}, ("main",), greedy=True, plain=PLAIN),
+        _shipped("min_bytes as shipped", "main", greedy=True, min_bytes=1 << 20),
         Row("8-bit default", {"bits": 8}, ("main", "group-size"), greedy=True),
         _local("two averages", "main", "local", "group-size", "rotation", "scale-tau-clip", "early", greedy=True),
         _local("two averages", "main", "group-size", bits=8),
+        _local("plain", "main", bits=8, feedback=False),
         _local(PLAIN, "main", "local", "group-size", "rotation", "scale-tau-clip", greedy=True, feedback=False),
         _local("rotation", "main", "rotation", "scale-tau-clip", greedy=True, rotation="hadamard"),
         _local("rotation, no feedback", "main", "rotation", greedy=True, rotation="hadamard", feedback=False),
@@ -124,6 +130,7 @@ def _local_feedback() -> list[Row]:
     ]
     rows += [_local("rotation, state float32", "local", **rotated, state_dtype="float32")]
     rows += [_local("rotation, group residual", "local", **rotated, residual="group")]
+    rows += [_shipped(f"state {dtype}", "local", state_dtype=dtype) for dtype in ("float32", "tensor")]
     return rows
 
 
@@ -133,6 +140,7 @@ def _group_size() -> list[Row]:
         rows.append(_local(f"g={size}", "group-size", group_size=size))
         rows.append(_local(f"g={size}, no feedback", "group-size", group_size=size, feedback=False))
         rows.append(_local(f"g={size}, rotation", "group-size", group_size=size, rotation="hadamard"))
+        rows.append(_shipped(f"g={size}", "group-size", group_size=size))
     return rows
 
 
@@ -159,14 +167,17 @@ def _scale_tau_clip() -> list[Row]:
     rows += [_local(f"tau {tau:g}", name, tau=tau) for tau in (0.0, 0.0625, 0.25, 0.5, 1.0)]
     rows += [_local(f"clip {clip:g}", name, clip=clip) for clip in (0.98, 0.95, 0.9, 0.85)]
     rows += [_local(f"rotation, clip {clip:g}", name, **rotated, clip=clip) for clip in (0.98, 0.95, 0.9, 0.85)]
+    rows += [_shipped("fp16 scales", name, scale_dtype="float16")]
+    rows += [_shipped(f"tau {tau:g}", name, tau=tau) for tau in (0.0, 1.0)]
+    rows += [_shipped(f"clip {clip:g}", name, clip=clip) for clip in (0.98, 0.9)]
     return rows
 
 
 def _early() -> list[Row]:
     rows = []
     for share in (0.25, 0.5, 0.75):
-        greedy = share == 0.5
-        rows.append(_local(f"early 8-bit {share:.0%}", "early", greedy=greedy, early_sites=share))
+        rows.append(_shipped(f"early 8-bit {share:.0%}", "early", greedy=share == 0.5, early_sites=share))
+        rows.append(_local(f"early 8-bit {share:.0%}", "early", early_sites=share))
         rows.append(_local(f"early 8-bit {share:.0%}, rotation", "early", early_sites=share, rotation="hadamard"))
     return rows
 

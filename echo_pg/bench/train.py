@@ -28,18 +28,23 @@ VARIANTS: dict[str, dict[str, Any] | None] = {
     "4bit": _TWO,
     "4bit-plain": _TWO | {"feedback": False},
     "4bit-rot": _TWO | methods.ROTATED,
+    "4bit-one": methods.UNROTATED | methods.ONE_AVERAGE,
     "4bit-rot-one": methods.ROTATED | methods.ONE_AVERAGE,
+    "4bit-rot64-one": methods.ROTATED | methods.ONE_AVERAGE | {"rotation_size": 64},
+    "4bit-rot32-one": methods.ROTATED | methods.ONE_AVERAGE | {"rotation_size": 32},
     "4bit-rot-plain": _TWO | methods.ROTATED | {"feedback": False},
     "4bit-paper": methods.PAPER,
 }  # fmt: skip
-# The paper's main comparison and what belongs beside it; its ablation of the learning rate (table 7b).
+# The paper's main comparison and what belongs beside it; its ablation of the learning rate (table 7b); how long the
+# runs of a rotation are.
 ROWS = (
     "16bit@3.0e-4", "4bit-plain@3.0e-4", "4bit@3.0e-4", "4bit@3.5e-4", "4bit-rot@3.0e-4", "4bit-rot-one@3.0e-4",
     "4bit-rot-one@3.5e-4", "8bit@3.0e-4",
 )  # fmt: skip
 FEW = ("16bit@3.0e-4", "4bit-plain@3.0e-4", "4bit@3.0e-4", "4bit-rot-one@3.0e-4", "4bit-rot-one@3.5e-4")
 RATES = ("4bit@2.0e-4", "4bit@2.5e-4", "4bit@3.0e-4", "4bit@3.5e-4")
-_SETS = {"main": ROWS, "few": FEW, "rates": RATES}
+SIZES = ("16bit@3.0e-4", "4bit-one@3.0e-4", "4bit-rot32-one@3.0e-4", "4bit-rot64-one@3.0e-4", "4bit-rot-one@3.0e-4")
+_SETS = {"main": ROWS, "few": FEW, "rates": RATES, "sizes": SIZES}
 # What of a record says which training it is. Versions and commit do not: a file may be continued after an upgrade.
 IDENTITY = (
     "preset", "row", "lr", "seed", "options", "model", "batch", "length", "steps", "warmup", "tail", "lr_scale",
@@ -90,7 +95,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--rows",
         default="main",
-        help=f"VARIANT@RATE,... of {', '.join(VARIANTS)}; or main, few, rates (table 7b); e.g. main,rates",
+        help=f"VARIANT@RATE,... of {', '.join(VARIANTS)}; or main, few, rates (table 7b), sizes (of rotation)",
     )
     parser.add_argument("--seeds", type=int, help="their number, counted from 0")
     parser.add_argument("--steps", type=int)

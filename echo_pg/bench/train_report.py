@@ -19,7 +19,10 @@ LABELS = {
     "4bit": "4 bits, two averages",
     "4bit-plain": "4 bits, no feedback",
     "4bit-rot": "4 bits, two averages, rotation",
+    "4bit-one": "4 bits, one average",
     "4bit-rot-one": "4 bits, as shipped",
+    "4bit-rot64-one": "4 bits, as shipped, rotated in runs of 64",
+    "4bit-rot32-one": "4 bits, as shipped, rotated in runs of 32",
     "4bit-rot-plain": "4 bits, rotation, no feedback",
     "4bit-paper": "4 bits, the paper's method",
 }
