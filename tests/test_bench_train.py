@@ -107,12 +107,23 @@ def some_records(plain: float = 0.05, scatter: float = 0.0) -> list[dict[str, An
 
 def test_the_report_pairs_seeds() -> None:
     lines = {line["row"]: line for line in train_report.summary(some_records())}
-    assert lines["16bit"]["tail_sd"] == pytest.approx(0.01) and lines["16bit"]["difference"] == 0
+    assert lines["16bit"]["tail_sd"] == pytest.approx(0.01) and lines["16bit"]["difference"] is None
     assert lines["4bit"]["percent"] == pytest.approx(0.5) and lines["4bit"]["difference_sd"] == pytest.approx(0.001)
     assert lines["4bit"]["bits_per_byte"] == pytest.approx(2.01 / math.log(2))
     said = "\n".join(train_report.verdicts(some_records()))
     assert "5.0 s.d. of 16 bits over seeds, 50.0 s.d. of the difference" in said and "run discriminates\n" in said
     assert "4 bits, two averages at 3.0e-04: +0.50 %, within 0.9 %, 80 % of the gap" in said
+
+
+def test_exact_runs_at_other_rates_are_rows_like_any(tmp_path: Path) -> None:
+    slow = [record(row, 0, tail, lr=2e-4) for row, tail in (("16bit", 2.2), ("4bit", 2.3))]
+    made = [*slow, *some_records()]
+    lines = {(line["row"], line["lr"]): line for line in train_report.summary(made)}
+    assert lines["16bit", 3e-4]["difference"] is None
+    assert lines["16bit", 2e-4]["difference"] == pytest.approx(2.2 - 1.99)
+    assert lines["4bit", 3e-4] == {line["row"]: line for line in train_report.summary(some_records())}["4bit"]
+    assert train_report.verdicts(made) == train_report.verdicts(some_records()), "lower rates are no contest"
+    assert len(train_report.draw(made, tmp_path, "some")) == 1
 
 
 def test_nothing_is_claimed_that_the_run_does_not_show() -> None:

@@ -61,7 +61,7 @@ def _rows(rows: list[str], scores: dict[str, Record], chosen: str, path: Path) -
     axis.grid(color="#f0f0f0", linewidth=0.8, axis="y")
     axis.set_axisbelow(True)
     axis.spines[["top", "right"]].set_visible(False)
-    axis.legend(fontsize=9, loc="upper left", bbox_to_anchor=(0, -0.1 - 0.6 / len(rows)), ncols=2, frameon=False)
+    figure.legend(fontsize=9, loc="outside lower left", ncols=2, frameon=False)
     axis.set_title(f"{_title(scores[REFERENCE])}: {chosen}", fontsize=11, loc="left")
     figure.savefig(path, dpi=110)
     pyplot.close(figure)
