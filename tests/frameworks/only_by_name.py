@@ -52,6 +52,7 @@ ONLY_BY_NAME = {
     "test_broadcast_cuda": "Only Gloo and Nccl backends support CUDA allReduce",
     "test_coalescing_manager": "Coalescing manager currently tests with NCCL only; internal test flaky",
     "test_coalescing_manager_async": "Coalescing manager currently tests with NCCL only; internal test flaky",
+    "test_ddp_profiling_execution_trace": "Tests nccl metadata primarily.",
     "test_gather_cuda": "Only Nccl supports CUDA gather",
     "test_get_future": "get_future is only supported on mpi, nccl and gloo",
     "test_grads_same_across_ranks_with_no_sync": "Test requires backend echo to be one of {'gloo'}",
@@ -60,6 +61,10 @@ ONLY_BY_NAME = {
     "test_monitored_barrier_gloo_rank_0_timeout": "Test requires backend echo to be one of {'gloo'}",
     "test_monitored_barrier_gloo_subgroup": "Test requires backend echo to be one of {'gloo'}",
     "test_monitored_barrier_wait_all_ranks": "Test requires backend echo to be one of {'gloo'}",
+    "test_nccl_backend_bool_allgather": "Test requires backend echo to be one of {'nccl'}",
+    "test_nccl_backend_bool_allreduce": "Test requires backend echo to be one of {'nccl'}",
+    "test_nccl_backend_bool_broadcast": "Test requires backend echo to be one of {'nccl'}",
+    "test_nccl_backend_bool_reduce": "Test requires backend echo to be one of {'nccl'}",
     "test_nccl_high_priority_stream": "Only NCCL backend supports high priority stream",
     "test_reduce_scatter_tensor_cuda": "Only Nccl supports CUDA reduce_scatter_tensor",
     "test_reduce_scatter_v_cuda": "Only Nccl supports reduce_scatter_v",
@@ -80,7 +85,6 @@ ONLY_BY_NAME = {
 # What fails for every plugin: torch's C++ has no other name for it than "custom".
 CALLED_CUSTOM = {
     "test_ddp_logging_data_cpu": "DDP's logging data name the backend, and the test wants get_backend()'s name there",
-    "test_ddp_logging_data_gpu": "DDP's logging data name the backend, and the test wants get_backend()'s name there",
 }
 
 # What fails under the name "echo" alone: a forwarded call is the inner backend's in a profile too.
