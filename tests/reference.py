@@ -291,7 +291,7 @@ def update(state: State | None, u: Tensor, feedback: Feedback) -> State:
         old_c, old_m1 = state.c.load(), state.m1.load()
         c = (b2 * old_c + k2 * old_m1) + c
         m1 = b1 * old_m1 + m1
-    elif state is not None:
+    elif state is not None and b2 != 0:
         c = b2 * state.c.load() + c
     return State(store(c, feedback.state_dtype), store(m1, feedback.state_dtype) if k2 != 0 else None)
 

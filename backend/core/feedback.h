@@ -30,7 +30,8 @@ ECHO_HD StateElem update_two_averages(StateElem old, float residual, const Feedb
 }
 
 ECHO_HD float update_one_average(float old_c, float residual, const Feedback& fb) {
-  return finite_or_zero(fb.beta2 * old_c + fb.k3 * finite_or_zero(residual));
+  const float fresh = fb.k3 * finite_or_zero(residual);
+  return finite_or_zero(fb.beta2 == 0.0f ? fresh : fb.beta2 * old_c + fresh);
 }
 
 ECHO_HD StateElem update_element(StateElem old, float residual, bool first_site, const Feedback& fb) {

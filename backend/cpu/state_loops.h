@@ -60,13 +60,14 @@ static inline void load_average(const Site& site, int which, const Batch& batch,
 }
 
 // ---- update -------------------------------------------------------------------------------------------------------
-// What an update reads and writes: nothing, or c, or c and m1; at the first site of a pass there is nothing to read.
+// What an update reads and writes: nothing, or c, or c and m1. At the first site of a pass there is nothing to read, and
+// where one average forgets the old one it does as if it were there.
 enum class Update { kNone, kFirstOfOne, kFirstOfTwo, kOne, kTwo };
 
 static inline Update update_of(const Plan& plan) {
   const bool two = plan.feedback.k2 != 0.0f;
-  if (plan.first_site) return two ? Update::kFirstOfTwo : Update::kFirstOfOne;
-  return two ? Update::kTwo : Update::kOne;
+  if (two) return plan.first_site ? Update::kFirstOfTwo : Update::kTwo;
+  return plan.first_site || plan.feedback.beta2 == 0.0f ? Update::kFirstOfOne : Update::kOne;
 }
 
 // Nothing to visit where there is no update.

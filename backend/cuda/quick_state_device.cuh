@@ -179,14 +179,12 @@ static __device__ __forceinline__ void store_averages(const Lane<Spread::kRuns>&
   for (int which = 0; which < kAverages; ++which) store_average(lane, entry, first, which, averages.at[which]);
 }
 
-// update_element of the core from the residual u, which is overwritten, and the old averages.
+// The new c and, of two averages, m1, which takes the residual's place.
 template <int kAverages, typename Layout>
-static __device__ __forceinline__ Averages<Layout::kState, kAverages> quick_update(const Lane<Spread::kRuns>& lane,
-                                                                                   const Entry<Layout>& entry,
-                                                                                   int64_t first,
-                                                                                   float (&u)[kLaneElems], bool& sure) {
+static __device__ __forceinline__ void add_to_averages(const Lane<Spread::kRuns>& lane, const Entry<Layout>& entry,
+                                                       int64_t first, float (&u)[kLaneElems], float (&c)[kLaneElems],
+                                                       bool& sure) {
   const Feedback& fb = lane.site.plan.feedback;
-  float c[kLaneElems];
   const Average<Layout::kState> c_before = read_average(lane, entry, first, 0);
   const Average<Layout::kState> m1_before = read_average(lane, entry, first, kAverages - 1);
 #pragma unroll
@@ -205,6 +203,22 @@ static __device__ __forceinline__ Averages<Layout::kState, kAverages> quick_upda
         c[kChunkElems * part + i] = fb.beta2 * old_c[i] + fb.k3 * value;
       }
     }
+  }
+}
+
+// update_element of the core from the residual u, which is overwritten, and the old averages.
+template <int kAverages, typename Layout>
+static __device__ __forceinline__ Averages<Layout::kState, kAverages> quick_update(const Lane<Spread::kRuns>& lane,
+                                                                                   const Entry<Layout>& entry,
+                                                                                   int64_t first,
+                                                                                   float (&u)[kLaneElems], bool& sure) {
+  const Feedback& fb = lane.site.plan.feedback;
+  float c[kLaneElems];
+  if (kAverages == 1 && fb.beta2 == 0.0f) {
+#pragma unroll
+    for (int e = 0; e < kLaneElems; ++e) c[e] = fb.k3 * u[e];
+  } else {
+    add_to_averages<kAverages>(lane, entry, first, u, c, sure);
   }
   Averages<Layout::kState, kAverages> averages;
   averages.at[0] = narrow_average<Layout::kState>(lane, c, sure);

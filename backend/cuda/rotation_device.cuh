@@ -38,9 +38,15 @@ static __device__ __forceinline__ void butterflies(const Lane<kSpread>& lane, fl
   constexpr int kInsideLog2 = kSpread == Spread::kRuns ? 5 : 3;
   const int run_log2 = lane.site.plan.codec.rotation_log2;
   butterflies_inside(x, 1);
+  // The usual case apart: a branch around a stride takes as many copies as the stride has butterflies.
+  if (run_log2 >= kInsideLog2) {
 #pragma unroll
-  for (int bit = 1; bit < kInsideLog2; ++bit) {
-    if (run_log2 > bit) butterflies_inside(x, 1 << bit);
+    for (int bit = 1; bit < kInsideLog2; ++bit) butterflies_inside(x, 1 << bit);
+  } else {
+#pragma unroll
+    for (int bit = 1; bit < kInsideLog2 - 1; ++bit) {
+      if (run_log2 > bit) butterflies_inside(x, 1 << bit);
+    }
   }
   butterflies_across<kSpread>(lane, x, 0, min(run_log2 - kInsideLog2, lane.lanes_log2));
   if constexpr (kSpread == Spread::kChunks) {

@@ -241,7 +241,7 @@ static __device__ __forceinline__ void update_one_average(const Lane<kSpread>& l
                                                           const Correction<kState>& correction,
                                                           const float (&u)[kLaneElems], float (&c)[kLaneElems]) {
   const Feedback& fb = lane.site.plan.feedback;
-  if (!lane.corrected) {
+  if (!lane.corrected || fb.beta2 == 0.0f) {
 #pragma unroll
     for (int e = 0; e < kLaneElems; ++e) c[e] = fb.k3 * u[e];
     return;

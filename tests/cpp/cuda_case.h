@@ -113,7 +113,7 @@ inline StageCase random_case(Random& random) {
         pick(random, {StateDType::kInt8, StateDType::kBFloat16, StateDType::kFloat16, StateDType::kFloat32});
     plan.feedback = make_feedback(pick(random, {Residual::kLocal, Residual::kGroup}), state, 0.75,
                                   pick(random, {0.35, 0.0}), 0.7, 0.3);
-    if (plan.feedback.k2 == 0.0f && random() % 2 == 0) plan.feedback.beta2 = 0.9f;
+    if (plan.feedback.k2 == 0.0f) plan.feedback.beta2 = pick(random, {0.0f, 0.3f, 0.9f});
   }
   const int64_t groups = 1 + random() % (2 + 6000 / codec.group_elems);
   plan.numel = random() % 2 == 0 ? groups * codec.group_elems
@@ -140,7 +140,7 @@ inline StageCase quick_case(Random& random, int ranks) {
   if (plan.codec.bits == 4 && random() % 6 != 0) {
     plan.feedback = make_feedback(pick(random, {Residual::kLocal, Residual::kGroup}),
                                   pick(random, {StateDType::kInt8, StateDType::kBFloat16}), 0.75,
-                                  pick(random, {0.35, 0.0}), 0.7, 0.3);
+                                  pick(random, {0.35, 0.0}), 0.7, pick(random, {0.3, 0.0}));
   }
   plan.numel = plan.codec.group_elems * (100 + random() % 100) + random() % 3 * 8;
   c.first_site = {true, false, false, false};
