@@ -32,6 +32,10 @@ constexpr int64_t kPeerMinWorkspaceBytes = 4 << 20;
 constexpr int64_t kPeerDeviceSlotBytes = 13056;
 constexpr int64_t kPeerDeviceSmallSlotBytes = 2048;
 
+// Bytes of a tensor from which on a call with residual "group" leaves the update of its state to a kernel and a stream
+// of their own: below, the second launch and its events cost the host more than the device is spared. Unmeasured.
+constexpr int64_t kDeferredUpdateBytes = 16 << 20;
+
 // Shared memory of a multiprocessor that the lanes there may fill: what compute capability 8.0 has, the least among
 // GPUs that NVLink joins in servers.
 constexpr int64_t kPeerDeviceSharedBytes = 164 << 10;

@@ -13,6 +13,10 @@ struct TileView {
   Byte* params;
 };
 
+static __device__ __forceinline__ TileView<const std::byte> read_only(const TileView<std::byte>& tile) {
+  return TileView<const std::byte>{tile.codes, tile.params};
+}
+
 template <typename Byte>
 static __device__ __forceinline__ TileView<Byte> view_tile(const Codec& codec, int64_t tile_groups, Byte* tile) {
   return TileView<Byte>{tile, tile + params_offset(codec, tile_groups)};

@@ -6,6 +6,7 @@
 #include "host.h"
 #include "peer_launch.cuh"
 #include "stages.h"
+#include "update.h"
 
 namespace echo::cuda {
 namespace {
@@ -67,6 +68,7 @@ PeerGroup::PeerGroup(SlabShape shape, int32_t rank, std::vector<std::byte*> slab
       });
     }
   }
+  check(load_update_kernels(), "loading the kernels of echo");
   const size_t bytes = sizeof(GroupState) + shape.lanes * sizeof(uint64_t);
   void* memory = nullptr;
   check(cudaMalloc(&memory, bytes), "cudaMalloc");
@@ -99,7 +101,14 @@ void PeerGroup::all_reduce(const PeerCall& call) {
               .group = group,
               .sequences = reinterpret_cast<uint64_t*>(group + 1),
               .words = words_,
+              .kept = call.kept,
+              .kept_codes = nullptr,
+              .kept_params = nullptr,
               .slabs = {}};
+  if (call.kept != nullptr) {
+    job.kept_codes = call.kept + kept_codes_offset(plan);
+    job.kept_params = call.kept + kept_params_offset(plan);
+  }
   for (int32_t peer = 0; peer < shape_.world_size; ++peer) job.slabs[peer] = slabs_[peer];
   const auto stream = static_cast<cudaStream_t>(call.stream);
   if (call.rescale) write_record(Call{call.site, nullptr, stream}, job.record, true, &group->record);
@@ -107,6 +116,12 @@ void PeerGroup::all_reduce(const PeerCall& call) {
     launch_peer_kernel<kDType, kBits>(job, kind, static_cast<unsigned>(walk.lanes), stream);
   });
   check(cudaGetLastError(), "echo all_reduce over peer memory");
+}
+
+bool PeerGroup::can_keep(const PeerCall& call) { return cuda::can_keep(call.site.plan, call.rescale); }
+
+void PeerGroup::update(const PeerCall& call, void* stream) {
+  launch_update(call.site, call.kept, reinterpret_cast<const GroupState*>(state_), static_cast<cudaStream_t>(stream));
 }
 
 FaultRecord PeerGroup::fault() const {

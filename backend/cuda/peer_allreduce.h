@@ -26,6 +26,9 @@ struct PeerCall {
   CallShape shape;
   std::chrono::nanoseconds timeout{0};
   void* stream = nullptr;  // a cudaStream_t
+  // kept_bytes(site.plan) bytes on the device, 16-byte aligned, where the call keeps what update() then needs, instead
+  // of updating the averages itself. For calls that can_keep.
+  std::byte* kept = nullptr;
 };
 
 // Pinned words between the host and the kernels; defined in peer_wait.cuh.
@@ -52,6 +55,15 @@ class PeerGroup {
   // Enqueues this rank's part of a call. After a fault the kernel fills what it still owes of the tensor with NaN and
   // leaves; every later one does so at once. Throws std::runtime_error where CUDA refuses the launch.
   void all_reduce(const PeerCall& call);
+
+  // True if a call may have `kept`: residual "group", and a kernel for it. The same bytes either way, and the peers do
+  // not notice.
+  static bool can_keep(const PeerCall& call);
+
+  // Enqueues on `stream`, a cudaStream_t, the update that a call with `kept` has left, from what it kept alone: the
+  // tensor may hold anything by then. Not before the call; the state's next use and that of `kept` not before this.
+  // After a fault of the group it does nothing. Uses memory of this object until it has run.
+  void update(const PeerCall& call, void* stream);
 
   // The first fault that a kernel of this rank met or was told of; kind kNone if there is none. Never blocks, never
   // calls CUDA; any thread.

@@ -91,7 +91,7 @@ __device__ __noinline__ void fill_tiles_with_nan(const PeerJob& job, int64_t fir
   for (int64_t tile = first; tile < job.tiles; tile += stride) {
     for (int32_t owner = 0; owner < job.shape.world_size; ++owner) {
       const GroupRange groups = tile_range(job.groups, job.segment, owner, tile, job.tile_groups);
-      fill_with_nan<kDType>(job.site, groups, threadIdx.x, kPeerThreads);
+      fill_with_nan<kDType>(job.site, groups, threadIdx.x, blockDim.x);
     }
   }
 }

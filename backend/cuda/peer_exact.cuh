@@ -39,4 +39,50 @@ __device__ __noinline__ void tail_task(const PeerJob& job, const PeerPart& part,
   tail_group<kDType, kState>(lane, at, load_encoded<kBits>(lane, at, view));
 }
 
+// ---- in kernels that keep what an update needs ----------------------------------------------------------------------
+
+// push_task, and the contribution is kept.
+template <DType kDType, int kBits, StateKind kState>
+__device__ __noinline__ void push_kept_task(const PeerJob& job, const PeerPart& part, int32_t task) {
+  const auto lane = make_lane<Spread::kRuns>(job.site, job.state_layout, part.groups.begin, 0);
+  const GroupAt at = group_of_task(lane, task, part.full, part.groups.end);
+  auto stored = load_stored<kDType, kState>(lane, at);
+  store_words(lane, at, job.kept, true, stored.words);
+  float x[kLaneElems];
+  const Extremes extremes = contribution<true>(lane, at, stored, x);
+  store_encoded(lane, at, encode_group<kBits>(lane, at, x, extremes), part_view(job.slabs[part.owner], part));
+}
+
+// reduce_task, and contribution and codes are kept. The codes nowhere else on this rank: tail reads them there.
+template <DType kDType, int kBits, StateKind kState>
+__device__ __noinline__ void reduce_kept_task(const PeerJob& job, const PeerPart& part, int32_t task) {
+  const auto lane = make_lane<Spread::kRuns>(job.site, job.state_layout, part.groups.begin, 0);
+  const GroupAt at = group_of_task(lane, task, part.full, part.groups.end);
+  const Copies<kBits> copies = pushed_copies<kBits>(job, part);
+  auto addends = load_addends<kDType, kState>(copies, lane, at);
+  store_words(lane, at, job.kept, true, addends.own.words);
+  float sum[kLaneElems];
+  sum_ranks<true>(copies, lane, at, addends, sum);
+  const Encoded<kBits> encoded = encode_group<kBits>(lane, at, sum, group_extremes(lane, at, sum));
+  store_encoded(lane, at, encoded, kept_view(job, part));
+#pragma unroll 1
+  for (int32_t rank = 0; rank < job.shape.world_size; ++rank) {
+    if (rank != part.owner) store_encoded(lane, at, encoded, part_view(job.slabs[rank], part));
+  }
+}
+
+// tail_task without an update, and the codes are kept.
+template <DType kDType, int kBits>
+__device__ __noinline__ void tail_kept_task(const PeerJob& job, const PeerPart& part, int32_t task) {
+  const auto lane = make_lane<Spread::kChunks>(job.site, job.state_layout, part.groups.begin, 0);
+  const GroupAt at = group_of_task(lane, task, part.full, part.groups.end);
+  const int32_t self = job.site.plan.rank;
+  const TileView<std::byte> kept = kept_view(job, part);
+  const bool owned = part.owner == self;
+  const auto encoded =
+      load_encoded<kBits>(lane, at, owned ? read_only(kept) : part_view<const std::byte>(job.slabs[self], part));
+  if (!owned) store_encoded(lane, at, encoded, kept);
+  deliver<kDType>(lane, at, encoded);
+}
+
 }  // namespace echo::cuda

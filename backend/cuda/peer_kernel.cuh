@@ -50,8 +50,8 @@ __device__ __forceinline__ int32_t walk_tiles(const Tasks& lane) {
 }
 
 template <DType kDType, int kBits, StateKind kState, Residual kResidual, int kAverages, bool kPair, Kind kKind>
-__global__ void __launch_bounds__(kPeerThreads, peer_blocks(kState, kKind))
-    peer_kernel(const __grid_constant__ PeerJob job) {
+__global__ void __launch_bounds__(kWarpLanes* peer_warps(kState, kResidual, kAverages, kKind),
+                                  (peer_blocks(kState, kKind))) peer_kernel(const __grid_constant__ PeerJob job) {
   __shared__ WaitContext context;
   __shared__ OpenCall call;
   __shared__ StepParts steps[2];

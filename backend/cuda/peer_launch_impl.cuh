@@ -7,22 +7,24 @@ namespace echo::cuda {
 
 struct PeerKernel {
   void (*run)(PeerJob) = nullptr;
+  int threads = 0;       // of a block
   int shared_bytes = 0;  // that a launch asks for
   int blocks = 0;        // of a multiprocessor, resident at once
 };
 
 template <DType kDType, int kBits, StateKind kState, Residual kResidual, int kAverages, bool kPair, Kind kKind>
 PeerKernel make_peer_kernel() {
-  return {peer_kernel<kDType, kBits, kState, kResidual, kAverages, kPair, kKind>,
-          kPeerWarps * Ahead<kBits, kState, kResidual, kAverages, kKind>::kRingBytes, peer_blocks(kState, kKind)};
+  using Rings = Ahead<kBits, kState, kResidual, kAverages, kKind>;
+  return {peer_kernel<kDType, kBits, kState, kResidual, kAverages, kPair, kKind>, kWarpLanes * Rings::kWarps,
+          Rings::kWarps * Rings::kRingBytes, peer_blocks(kState, kKind)};
 }
 
 // What tells the kernels of an element type and a width of codes apart.
 struct KernelChoice {
   StateKind state;
   Residual residual;
-  bool two_averages;
-  bool pair;  // two ranks
+  int averages;  // that the kernel updates; 0: see keeps_for_update
+  bool pair;     // two ranks
   Kind kind;
 };
 
@@ -30,8 +32,11 @@ struct KernelChoice {
 template <typename Body>
 PeerKernel with_state(const KernelChoice& choice, Body body) {
   const auto with_averages = [&]<StateKind kState, Residual kResidual>() {
-    return choice.two_averages ? body.template operator()<kState, kResidual, 2>()
-                               : body.template operator()<kState, kResidual, 1>();
+    if constexpr (kResidual == Residual::kGroup) {
+      if (choice.averages == 0) return body.template operator()<kState, kResidual, 0>();
+    }
+    return choice.averages == 2 ? body.template operator()<kState, kResidual, 2>()
+                                : body.template operator()<kState, kResidual, 1>();
   };
   const bool local = choice.residual == Residual::kLocal;
   if (choice.state == StateKind::kInt8) {
@@ -90,11 +95,13 @@ void launch_peer_kernel(const PeerJob& job, Kind kind, unsigned blocks, cudaStre
   const Plan& plan = job.site.plan;
   const KernelChoice choice{.state = state_kind(plan),
                             .residual = plan.feedback.residual,
-                            .two_averages = plan.feedback.k2 != 0.0f,
+                            .averages = job.kept != nullptr        ? 0
+                                        : plan.feedback.k2 != 0.0f ? 2
+                                                                   : 1,
                             .pair = plan.world_size == 2,
                             .kind = kind};
   const PeerKernel kernel = kernel_for<kDType, kBits>(choice);
-  kernel.run<<<blocks, kPeerThreads, kernel.shared_bytes, stream>>>(job);
+  kernel.run<<<blocks, kernel.threads, kernel.shared_bytes, stream>>>(job);
 }
 
 // Loads a kernel. Its blocks get the shared memory that they need to be resident at once, and the rest stays a cache.
@@ -124,11 +131,12 @@ cudaError_t load_peer_kernels() {
   for (const StateKind state : {StateKind::kNone, StateKind::kInt8, StateKind::kWide}) {
     for (const Residual residual : {Residual::kLocal, Residual::kGroup}) {
       for (const Kind kind : {Kind::kAny, Kind::kHot, Kind::kHotRotated}) {
-        for (const int flags : {0, 1, 2, 3}) {
-          const KernelChoice choice{state, residual, (flags & 1) != 0, (flags & 2) != 0, kind};
-          const PeerKernel kernel = kernel_for<kDType, kBits>(choice);
-          if (kernel.run == nullptr) continue;
-          if (const cudaError_t result = prepare_peer_kernel(kernel)) return result;
+        for (const int averages : {residual == Residual::kGroup ? 0 : 1, 1, 2}) {
+          for (const bool pair : {false, true}) {
+            const PeerKernel kernel = kernel_for<kDType, kBits>(KernelChoice{state, residual, averages, pair, kind});
+            if (kernel.run == nullptr) continue;
+            if (const cudaError_t result = prepare_peer_kernel(kernel)) return result;
+          }
         }
       }
     }

@@ -14,14 +14,16 @@ namespace echo::cuda {
 template <int kBits, StateKind kState, Residual kResidual, int kAverages, Kind kKind>
 struct Ahead {
   static constexpr bool kUsed = kKind != Kind::kAny;
-  static constexpr bool kStoresState = kState != StateKind::kNone && kResidual == Residual::kGroup;
+  static constexpr bool kKeeps = keeps_for_update(kState, kResidual, kAverages);
+  static constexpr int kWarps = peer_warps(kState, kResidual, kAverages, kKind);
+  static constexpr bool kStoresState = kState != StateKind::kNone && kResidual == Residual::kGroup && !kKeeps;
   using Encode = EntryLayout<kBits, kState, kResidual == Residual::kLocal ? kAverages : 1, true>;
   using Store = EntryLayout<kBits, kStoresState ? kState : StateKind::kNone, kAverages, kStoresState>;
 
   // What lanes store goes by way of an array; where elements are loaded for it, of theirs.
   static constexpr int kOutBytes = kUsed && !kStoresState ? 2 * kTaskElems : 0;
 
-  static constexpr int kWarpBytes = kUsed ? kPeerDynamicBytes / peer_blocks(kState, kKind) / kPeerWarps / 128 * 128 : 0;
+  static constexpr int kWarpBytes = kUsed ? kPeerDynamicBytes / peer_blocks(kState, kKind) / kWarps / 128 * 128 : 0;
   static constexpr int kEncodeEntries = kWarpBytes / Encode::kBytes < 4 ? kWarpBytes / Encode::kBytes : 4;
   static constexpr int kStoreRoom = kWarpBytes - kOutBytes;
   static constexpr int kStoreEntries = kStoreRoom / Store::kBytes < 6 ? kStoreRoom / Store::kBytes : 6;
@@ -31,14 +33,15 @@ struct Ahead {
   static constexpr int kRingBytes = kEncodeBytes > kStoreBytes ? kEncodeBytes : kStoreBytes;
 };
 
-// kResidual, kAverages: of the state, where there is one and the kernel is not for any plan. kPair: of two ranks, where
-// the sum needs no order kept.
+// kResidual, kAverages: of the state, where there is one and the kernel is not for any plan; see keeps_for_update.
+// kPair: of two ranks, where the sum needs no order kept.
 template <DType kDType, int kBits, StateKind kState, Residual kResidual, int kAverages, bool kPair, Kind kKind>
 struct LaneTasks : PeerLane {
   static constexpr bool kQuick = kKind != Kind::kAny;
   static constexpr bool kRotated = kKind == Kind::kHotRotated;
   static constexpr bool kUpdatesLocal = kState != StateKind::kNone && kResidual == Residual::kLocal;
   using Rings = Ahead<kBits, kState, kResidual, kAverages, kKind>;
+  static_assert(!Rings::kKeeps || (kQuick && kBits == 4), "codes are kept as one lane has them, which are a unit");
 
   Lane<Spread::kRuns> whole;  // of groups that the quick loops take, at no place in particular
   SharedAddress ring;         // of this warp
@@ -87,8 +90,8 @@ struct LaneTasks : PeerLane {
       first = part->first_elem + int64_t{task} * kTaskElems;
     }
     __device__ __forceinline__ void advance() {
-      task += kPeerWarps;
-      first += int64_t{kPeerWarps} * kTaskElems;
+      task += Rings::kWarps;
+      first += int64_t{Rings::kWarps} * kTaskElems;
     }
   };
 
@@ -193,6 +196,7 @@ struct LaneTasks : PeerLane {
                                                     const Entry<typename Rings::Encode>& entry) const {
     const bool owned = cursor.turn == 0;
     bool sure = true;
+    if constexpr (Rings::kKeeps) keep_elements(runs, cursor, entry);
     ChunkWords<2> words[kLaneChunks];
     read_elements<2>(entry.at, runs.in_warp, words);
     float x[kLaneElems];
@@ -223,11 +227,21 @@ struct LaneTasks : PeerLane {
       store_task(runs, cursor, encoded, own_view<std::byte>(*cursor.part));
       return true;
     }
+    // What is kept of this rank's own segment is what its tail reads.
+    if constexpr (Rings::kKeeps) store_task(runs, cursor, encoded, kept_view(job, *cursor.part));
 #pragma unroll 1
-    for (int32_t turn = 0; turn < job.shape.world_size; ++turn) {
+    for (int32_t turn = Rings::kKeeps ? 1 : 0; turn < job.shape.world_size; ++turn) {
       store_task(runs, cursor, encoded, part_view(job.slabs[rank_at(turn)], *cursor.part));
     }
     return true;
+  }
+
+  // As loaded: a lane keeps the units that it copied itself.
+  __device__ __forceinline__ void keep_elements(const Lane<Spread::kRuns>& runs, const Cursor& cursor,
+                                                const Entry<typename Rings::Encode>& entry) const {
+    uint32_t words[16];
+    read_side<4>(entry.at, runs.in_warp, words);
+    store_side<4>(job.kept + 2 * cursor.first + kUnitBytes * runs.in_warp, words);
   }
 
   // Codes side by side: what a warp stores at a time has no gaps, which links between devices would send along.
@@ -268,7 +282,10 @@ struct LaneTasks : PeerLane {
         [&](const auto& cursor, const auto& entry) { fetch_for_encode(runs, cursor, entry); },
         [&](const auto& cursor, const auto& entry) { return quick_encode_task(runs, cursor, entry); },
         [&](const Cursor& cursor) {
-          if (cursor.turn == 0) {
+          if constexpr (Rings::kKeeps) {
+            if (cursor.turn == 0) return reduce_kept_task<kDType, kBits, kState>(job, *cursor.part, cursor.task);
+            return push_kept_task<kDType, kBits, kState>(job, *cursor.part, cursor.task);
+          } else if (cursor.turn == 0) {
             reduce_task<kDType, kBits, kState>(job, *cursor.part, cursor.task, call.rescale_log2);
           } else {
             push_task<kDType, kBits, kState>(job, *cursor.part, cursor.task, call.rescale_log2);
@@ -280,7 +297,11 @@ struct LaneTasks : PeerLane {
 
   __device__ __forceinline__ void fetch_for_store(const Lane<Spread::kRuns>& runs, const Cursor& cursor,
                                                   const Entry<typename Rings::Store>& entry) const {
-    start_code_copies<kBits>(runs, entry, own_view<const std::byte>(*cursor.part), cursor.task);
+    auto view = own_view<const std::byte>(*cursor.part);
+    if constexpr (Rings::kKeeps) {
+      if (cursor.turn == 0) view = read_only(kept_view(job, *cursor.part));
+    }
+    start_code_copies<kBits>(runs, entry, view, cursor.task);
     if constexpr (Rings::kStoresState) start_stored_copies<kAverages>(runs, entry, cursor.first);
   }
 
@@ -290,11 +311,21 @@ struct LaneTasks : PeerLane {
         steps[step % 2].stored, ring + Rings::kOutBytes,
         [&](const auto& cursor, const auto& entry) { fetch_for_store(runs, cursor, entry); },
         [&](const auto& cursor, const auto& entry) {
-          return quick_tail<kDType, kBits, Rings::kStoresState, kAverages>(
+          const bool stored = quick_tail<kDType, kBits, Rings::kStoresState, kAverages>(
               runs, quick_group(), entry, Rings::kStoresState ? entry.at : ring, cursor.first);
+          if constexpr (Rings::kKeeps) {
+            if (stored && cursor.turn != 0) {
+              store_task(runs, cursor, read_encoded<kBits>(runs, entry), kept_view(job, *cursor.part));
+            }
+          }
+          return stored;
         },
         [&](const Cursor& cursor) {
-          tail_task<kDType, kBits, kState>(job, *cursor.part, cursor.task, call.rescale_log2);
+          if constexpr (Rings::kKeeps) {
+            tail_kept_task<kDType, kBits>(job, *cursor.part, cursor.task);
+          } else {
+            tail_task<kDType, kBits, kState>(job, *cursor.part, cursor.task, call.rescale_log2);
+          }
         });
   }
 };

@@ -8,8 +8,6 @@
 
 namespace echo::cuda {
 
-constexpr int kPeerThreads = 128;
-constexpr int kPeerWarps = kPeerThreads / kWarpLanes;
 constexpr int32_t kMaxPeerDevices = 16;  // of one host, each with all others' memory mapped
 
 struct PeerJob {
@@ -28,6 +26,9 @@ struct PeerJob {
   GroupState* group;
   uint64_t* sequences;  // per lane: tiles finished so far
   PeerHostWords* words;
+  std::byte* kept;  // what the update needs that comes after the call (core/tile.h); null: the call updates
+  std::byte* kept_codes;
+  std::byte* kept_params;
   std::byte* slabs[kMaxPeerDevices];
 };
 
@@ -55,6 +56,20 @@ constexpr int peer_blocks(StateKind state, Kind kind) {
   return kind != Kind::kAny && state != StateKind::kWide ? 3 : 2;
 }
 constexpr int kMostPeerBlocks = 3;
+
+// A kernel that keeps what an update needs, which comes after it, instead of updating averages itself: for residual
+// "group" alone. It has 0 averages to update.
+constexpr bool keeps_for_update(StateKind state, Residual residual, int averages) {
+  return state != StateKind::kNone && residual == Residual::kGroup && averages == 0;
+}
+
+// Warps of a block. A kernel that keeps needs no more registers than one without state, whatever the state: where the
+// number of blocks, on which ranks agree, is that of the kernel that updates, its blocks have more warps instead.
+constexpr int kPeerWarps = 4;
+constexpr int peer_warps(StateKind state, Residual residual, int averages, Kind kind) {
+  return keeps_for_update(state, residual, averages) ? kPeerWarps * kMostPeerBlocks / peer_blocks(state, kind)
+                                                     : kPeerWarps;
+}
 
 // Shared memory that the blocks of a multiprocessor may ask for: all, without what each has besides, its own variables
 // and a KiB that CUDA keeps.
@@ -100,6 +115,13 @@ __device__ __forceinline__ PeerPart make_part(const PeerJob& job, int32_t owner,
 template <typename Byte>
 __device__ __forceinline__ TileView<Byte> part_view(Byte* slab, const PeerPart& part) {
   return TileView<Byte>{slab + part.slot, slab + part.slot + part.params};
+}
+
+// Of what is kept: the codes of the part's groups.
+__device__ __forceinline__ TileView<std::byte> kept_view(const PeerJob& job, const PeerPart& part) {
+  const Codec& codec = job.site.plan.codec;
+  return TileView<std::byte>{job.kept_codes + part.groups.begin * code_bytes(codec),
+                             job.kept_params + part.groups.begin * param_bytes(codec)};
 }
 
 template <typename Byte>

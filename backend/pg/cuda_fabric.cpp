@@ -14,8 +14,10 @@
 #include <system_error>
 
 #include <c10/cuda/CUDAGuard.h>
+#include <c10/cuda/CUDAStream.h>
 #include <c10/util/Exception.h>
 
+#include "../core/tuning.h"
 #include "store_rounds.hpp"
 
 namespace echo::pg {
@@ -26,6 +28,7 @@ using std::chrono::milliseconds;
 constexpr milliseconds kTrialLimit{10'000};
 constexpr milliseconds kWatchPeriod{250};
 constexpr milliseconds kLeavePatience{5'000};
+constexpr milliseconds kUpdatePatience{1'000};
 constexpr milliseconds kLeavePoll{1};
 constexpr int32_t kOldestComputeCapability = 80;  // what the kernels are built for
 
@@ -133,7 +136,11 @@ Offer read_offer(const std::string& text, pid_t pid) {
 }  // namespace
 
 CudaFabric::CudaFabric(const Setup& setup)
-    : device_(setup.device), rank_(setup.rank), slabs_(setup.size), processes_(setup.reports->processes()) {}
+    : device_(setup.device),
+      rank_(setup.rank),
+      slabs_(setup.size),
+      processes_(setup.reports->processes()),
+      update_(setup.device) {}
 
 CudaFabric::~CudaFabric() {
   stop_watch();
@@ -267,16 +274,34 @@ void CudaFabric::close_together(StoreRounds& rounds, bool slabs_in_use) {
   if (in_use.empty()) slabs_[rank_].release();
 }
 
-int64_t CudaFabric::all_reduce(cuda::PeerCall call, bool captured) {
+int64_t CudaFabric::all_reduce(cuda::PeerCall call, const at::Tensor& state, const c10::Stream& stream, bool captured) {
   const c10::cuda::CUDAGuard guard(device_);
   const std::shared_lock lock(group_mutex_);
   TORCH_CHECK_WITH(DistBackendError, group_, "the group has been destroyed");
   const uint64_t exact_calls = call.exact_calls;
   call.exact_calls -= exact_calls_;
   captured_ = captured_ || captured;
+  // A recording must end with all streams joined again, and a call does not know whether it is the last: there the
+  // update is the call's own. So it is from then on, since a replay does not wait for an update on another stream.
+  const Plan& plan = call.site.plan;
+  const bool large = plan.numel * dtype_bytes(plan.dtype) >= kDeferredUpdateBytes;
+  if (large && !captured_ && cuda::PeerGroup::can_keep(call)) {
+    call.kept = update_.keep(echo::kept_bytes(plan), stream);
+    kept_bytes_ = update_.bytes();
+  }
   group_->all_reduce(call);
   exact_calls_ = exact_calls;
+  if (call.kept != nullptr) {
+    update_.run(stream, state,
+                [&](const c10::Stream& own) { group_->update(call, c10::cuda::CUDAStream(own).stream()); });
+  }
   return group_->wire_bytes(call);
+}
+
+void CudaFabric::join_update(const c10::Stream& stream, bool captured) {
+  if (!captured) return update_.join(stream, false);
+  const cuda::CaptureTolerance tolerance;
+  update_.join(stream, true);
 }
 
 std::string CudaFabric::fault_text() const {
@@ -328,7 +353,7 @@ void CudaFabric::close(bool calls_done) {
     const std::unique_lock lock(group_mutex_);
     // A graph may be replayed after the group has gone: it must find the memory, and the word that sends it away.
     if (captured_) group_->abort();
-    if (captured_ || !calls_done) {
+    if (captured_ || !calls_done || !update_.ends_within(kUpdatePatience)) {
       board_.leave(NoticeBoard::Leaving::kKept);
       return;
     }

@@ -5,6 +5,7 @@
 // that all end with peer memory of one shape or with one reason for doing without.
 #pragma once
 
+#include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <memory>
@@ -20,6 +21,7 @@
 #include "../cpu/shared_memory.h"
 #include "../cuda/peer_allreduce.h"
 #include "../cuda/peer_memory.h"
+#include "deferred_update.hpp"
 #include "fault_reports.hpp"
 #include "notice_board.hpp"
 
@@ -53,9 +55,13 @@ class CudaFabric {
   // Leaves what close() has not given back to the end of the process.
   ~CudaFabric();
 
-  // Enqueues a call, whose exact_calls counts from the beginning of the group; returns the bytes that it puts into
-  // peers' memory. `captured`: a graph records it.
-  int64_t all_reduce(cuda::PeerCall call, bool captured);
+  // Enqueues a call on `stream`, whose exact_calls counts from the beginning of the group; returns the bytes that it
+  // puts into peers' memory. `state` owns call.site.state. `captured`: a graph records it. Pre: join_update.
+  int64_t all_reduce(cuda::PeerCall call, const at::Tensor& state, const c10::Stream& stream, bool captured);
+
+  // `stream` waits until the update that the latest call has left to a stream of its own has run: before the next call,
+  // and before anything else that reads the state.
+  void join_update(const c10::Stream& stream, bool captured);
 
   // The fault that ended this fabric, in words; empty if there is none. Never blocks, calls no CUDA.
   std::string fault_text() const;
@@ -68,6 +74,9 @@ class CudaFabric {
   void close(bool calls_done);
 
   int64_t slab_bytes() const { return echo::slab_bytes(shape_); }
+
+  // Bytes that calls keep for their updates.
+  int64_t kept_bytes() const { return kept_bytes_; }
 
  private:
   explicit CudaFabric(const Setup& setup);
@@ -96,6 +105,8 @@ class CudaFabric {
   std::unique_ptr<cuda::PeerGroup> group_;
   uint64_t exact_calls_ = 0;  // of the group before its latest call on this fabric
   bool captured_ = false;     // a graph holds calls
+  DeferredUpdate update_;
+  std::atomic<int64_t> kept_bytes_{0};
 
   std::mutex watch_mutex_;
   std::condition_variable watch_ends_;

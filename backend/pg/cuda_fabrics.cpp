@@ -89,7 +89,11 @@ wire::Receipt CudaFabrics::all_reduce(CudaFabric& fabric, const wire::Call& call
   constexpr std::chrono::milliseconds kLongest{100'000'000'000};
   peer_call.timeout = std::min(call.timeout, kLongest);
   peer_call.stream = c10::cuda::CUDAStream(stream).stream();
-  return wire::receipt_for(call.plan, fabric.all_reduce(peer_call, captured));
+  return wire::receipt_for(call.plan, fabric.all_reduce(peer_call, call.state, stream, captured));
+}
+
+void CudaFabrics::join_update(CudaFabric& fabric, const c10::Stream& stream, bool captured) {
+  fabric.join_update(stream, captured);
 }
 
 std::string CudaFabrics::fault_text() const {
@@ -128,6 +132,13 @@ int64_t CudaFabrics::slab_bytes() const {
   return bytes;
 }
 
+int64_t CudaFabrics::kept_bytes() const {
+  const std::lock_guard lock(mutex_);
+  int64_t bytes = 0;
+  for (const auto& [index, outcome] : outcomes_) bytes += outcome.fabric ? outcome.fabric->kept_bytes() : 0;
+  return bytes;
+}
+
 #else
 
 namespace {
@@ -142,7 +153,9 @@ wire::Receipt CudaFabrics::all_reduce(CudaFabric&, const wire::Call&, const c10:
 std::string CudaFabrics::fault_text() const { return {}; }
 void CudaFabrics::abort(const std::string&) {}
 void CudaFabrics::close(bool) {}
+void CudaFabrics::join_update(CudaFabric&, const c10::Stream&, bool) { no_cuda(); }
 int64_t CudaFabrics::slab_bytes() const { return 0; }
+int64_t CudaFabrics::kept_bytes() const { return 0; }
 
 #endif
 

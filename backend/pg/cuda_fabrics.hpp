@@ -49,6 +49,9 @@ class CudaFabrics {
   // Enqueues a call on `stream`. Callers hold the turn of order_of(device).
   static wire::Receipt all_reduce(CudaFabric& fabric, const wire::Call& call, const c10::Stream& stream, bool captured);
 
+  // See CudaFabric::join_update. By the same callers, before the call or anything else that reads the state.
+  static void join_update(CudaFabric& fabric, const c10::Stream& stream, bool captured);
+
   // Kernels that wait for peers may fill a device, and two of them of different groups could then wait for each other
   // across ranks: one such call at a time per device and process, whatever the group.
   static StreamOrder& order_of(c10::Device device);
@@ -61,6 +64,8 @@ class CudaFabrics {
   // Gives memory back where nobody can use it any more; see CudaFabric::close. `healthy`: the group has not failed.
   void close(bool healthy);
   int64_t slab_bytes() const;
+  // Bytes that calls keep for updates on a stream of their own.
+  int64_t kept_bytes() const;
   // Why calls on some device do without peer memory, empty if none does.
   std::string refusal() const;
   bool has_fabric() const;

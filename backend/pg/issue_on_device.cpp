@@ -52,6 +52,7 @@ WorkPtr ProcessGroupEcho::run_on_stream(QuantizedCall call, const CallOptions& o
     }
     StreamOrder& order = call.cuda_peer != nullptr ? CudaFabrics::order_of(device) : streams.order;
     StreamOrder::Turn turn(order, stream, options.capture);
+    if (call.cuda_peer != nullptr) CudaFabrics::join_update(*call.cuda_peer, stream, options.capture != 0);
     call.stream = stream;
     const c10::StreamGuard guard(stream);
     run_quantized(*core_, call);

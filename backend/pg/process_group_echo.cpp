@@ -298,7 +298,7 @@ GroupReport ProcessGroupEcho::report() {
   report.workspace_bytes = core_->workspace_bytes;
   const std::lock_guard lock(issue_mutex_);
   if (core_->peer && core_->peer->fabric) report.workspace_bytes += core_->peer->fabric->slab_bytes();
-  report.workspace_bytes += core_->cuda_fabrics.slab_bytes();
+  report.workspace_bytes += core_->cuda_fabrics.slab_bytes() + core_->cuda_fabrics.kept_bytes();
   if (core_->peer_fabric != nullptr || core_->cuda_fabrics.has_fabric()) report.fabric = "peer";
   report.fabric_reason = core_->cuda_fabrics.refusal();
   if (report.fabric_reason.empty() && core_->peer) report.fabric_reason = core_->peer->reason;

@@ -27,8 +27,24 @@ int g_plans = 300;
 unsigned g_seed = 1;
 int g_share = 1;
 
+// The updates that calls have left, after the tensors got other contents.
+void update_after(const StageCase& c, World& world, Memories& memories, const std::vector<cuda::PeerCall>& calls) {
+  for (const auto& memory : memories) {
+    const cuda::PeerCall& call = calls[memory->rank];
+    if (call.kept == nullptr) continue;
+    check_cuda(cudaSetDevice(memory->rank % device_count()));
+    check_cuda(cudaMemset(memory->tensor_base, 0x7f, memory->tensor_bytes));
+    check_cuda(cudaDeviceSynchronize());
+    world.group(memory->rank).update(call, world.stream(memory->rank));
+  }
+  synchronize(world, c.plan.world_size);
+}
+
+// Who updates averages of residual "group": the call, or what comes after it, from what the call kept.
+enum class Update { kInCall, kAfterCall };
+
 // Runs the sites of a case on a world that other cases have used before; true if all agree.
-bool check_case(const StageCase& whole, World& world, Random& random) {
+bool check_case(const StageCase& whole, World& world, Random& random, Update update = Update::kInCall) {
   StageCase c = whole;
   const Layout layout(c);
   std::vector<std::byte> image(layout.size, kPoison);
@@ -40,14 +56,20 @@ bool check_case(const StageCase& whole, World& world, Random& random) {
       fill_tensor(c.plan, random, image.data() + layout.tensor_of(rank), plain);
     }
     send(c, layout, image, memories);
+    std::vector<cuda::PeerCall> calls;
     for (auto& memory : memories) {
       check_cuda(cudaSetDevice(memory->rank % device_count()));
-      world.group(memory->rank).all_reduce(call_of(c, world, *memory));
+      cuda::PeerCall call = call_of(c, world, *memory);
+      if (update == Update::kAfterCall && cuda::PeerGroup::can_keep(call)) call.kept = memory->kept;
+      world.group(memory->rank).all_reduce(call);
+      calls.push_back(call);
     }
     synchronize(world, c.plan.world_size);
     run_on_cpu(c, layout, image.data());
     std::string difference = world.group(0).describe_fault();
-    if (difference.empty()) difference = compare(c, layout, image, memories);
+    if (difference.empty()) difference = compare_all(c, layout, image, memories, compare_tensor);
+    if (update == Update::kAfterCall) update_after(c, world, memories, calls);
+    if (difference.empty()) difference = compare_all(c, layout, image, memories, compare_state);
     if (difference.empty()) continue;
     CHECK_EQ("site " + std::to_string(site) + ", " + difference + ", " + describe(c), "");
     return false;
@@ -83,6 +105,23 @@ ECHO_TEST(quick_loops_and_cpu_write_the_same_bytes) {
   }
 }
 
+ECHO_TEST(an_update_after_its_call_writes_the_same_bytes) {
+  Random random(g_seed);
+  bool same = true;
+  for (const int ranks : {2, 3}) {
+    World world(ranks, 2, 4352);
+    for (int i = 0; i < g_plans / (ranks == 2 ? 2 : 8) && same; ++i) {
+      StageCase c = quick_case(random, ranks);
+      c.plan.codec.bits = 4;
+      c.plan.feedback = make_feedback(Residual::kGroup, pick(random, {StateDType::kInt8, StateDType::kBFloat16}), 0.75,
+                                      pick(random, {0.35, 0.0}), 0.7, 0.3);
+      c.tile_groups = segment_groups(c.plan);
+      c.offset_elems = i % 4 == 3 ? 1 + random() % 8 : 0;
+      same = check_case(c, world, random, Update::kAfterCall);
+    }
+  }
+}
+
 // The grid of a real group, more tiles than lanes, and a bit.
 ECHO_TEST(large_tensors_agree) {
   if (device_count() < 2) return;
@@ -98,6 +137,7 @@ ECHO_TEST(large_tensors_agree) {
       c.tile_groups = segment_groups(c.plan);
       c.first_site = {true, false, false};
       CHECK(check_case(c, world, random));
+      if (residual == Residual::kGroup) CHECK(check_case(c, world, random, Update::kAfterCall));
     }
   }
 }
@@ -145,7 +185,7 @@ ECHO_TEST(captured_calls_replay) {
     }
     synchronize(world, 2);
     run_on_cpu(c, layout, image.data());
-    const std::string difference = compare(c, layout, image, memories);
+    const std::string difference = compare_both(c, layout, image, memories);
     CHECK_EQ(difference, "");
     if (!difference.empty()) break;
   }
@@ -233,7 +273,7 @@ ECHO_TEST(a_fault_of_one_lane_leaves_no_number_of_the_others) {
     if (world.group(0).fault().kind != FaultKind::kNone) ++faults;
     run_on_cpu(c, layout, image.data());
     for (const auto& memory : memories) {
-      const std::string difference = compare(c, layout, image, *memory);
+      const std::string difference = compare_tensor(c, layout, image, *memory);
       if (!difference.empty() && !all_nan(c, *memory)) CHECK_EQ("neither right nor all NaN, " + difference, "");
     }
   }

@@ -92,6 +92,8 @@ struct RankMemory {
     check_cuda(cudaMemset(tensor_base, static_cast<int>(kPoison), tensor_bytes));
     check_cuda(cudaMalloc(&state, state_bytes(plan) + 64));
     check_cuda(cudaMemset(state, static_cast<int>(kPoison), state_bytes(plan) + 64));
+    check_cuda(cudaMalloc(&kept, kept_bytes(plan)));
+    check_cuda(cudaMemset(kept, static_cast<int>(kPoison), kept_bytes(plan)));
     check_cuda(cudaDeviceSynchronize());
     tensor = tensor_base + offset_elems * dtype_bytes(plan.dtype);
   }
@@ -99,12 +101,14 @@ struct RankMemory {
     cudaSetDevice(rank % device_count());
     cudaFree(tensor_base);
     cudaFree(state);
+    cudaFree(kept);
   }
   int rank;
   int64_t tensor_bytes = 0;
   std::byte* tensor_base = nullptr;
   std::byte* tensor = nullptr;
   std::byte* state = nullptr;
+  std::byte* kept = nullptr;  // what a call keeps for an update after it
 };
 
 inline cuda::PeerCall call_of(const StageCase& c, World& world, const RankMemory& memory) {
@@ -130,32 +134,46 @@ inline void send(const StageCase& c, const Layout& layout, const std::vector<std
   }
 }
 
-inline std::string compare(const StageCase& c, const Layout& layout, const std::vector<std::byte>& image,
-                           const RankMemory& memory) {
+// What differs between memory of the device and a part of the image, in words.
+inline std::string difference(const RankMemory& memory, const std::byte* device, const std::byte* expected,
+                              int64_t bytes, const char* what) {
   check_cuda(cudaSetDevice(memory.rank % device_count()));
-  const auto same = [&](const std::byte* device, int64_t at, int64_t bytes, const char* what) -> std::string {
-    std::vector<std::byte> seen(bytes);
-    check_cuda(cudaMemcpy(seen.data(), device, bytes, cudaMemcpyDeviceToHost));
-    for (int64_t i = 0; i < bytes; ++i) {
-      if (seen[i] == image[at + i]) continue;
-      return std::string(what) + " of rank " + std::to_string(memory.rank) + " at byte " + std::to_string(i) + " of " +
-             std::to_string(bytes) + ": " + std::to_string(int(seen[i])) + " on the device, " +
-             std::to_string(int(image[at + i])) + " on the CPU";
-    }
-    return {};
-  };
-  const std::string text =
-      same(memory.tensor, layout.tensor_of(memory.rank), c.plan.numel * dtype_bytes(c.plan.dtype), "tensor");
-  if (!text.empty()) return text;
-  return same(memory.state, layout.state_of(memory.rank), state_bytes(c.plan), "state");
-}
-
-inline std::string compare(const StageCase& c, const Layout& layout, const std::vector<std::byte>& image,
-                           Memories& memories) {
-  for (auto& memory : memories) {
-    if (std::string text = compare(c, layout, image, *memory); !text.empty()) return text;
+  std::vector<std::byte> seen(bytes);
+  check_cuda(cudaMemcpy(seen.data(), device, bytes, cudaMemcpyDeviceToHost));
+  for (int64_t i = 0; i < bytes; ++i) {
+    if (seen[i] == expected[i]) continue;
+    return std::string(what) + " of rank " + std::to_string(memory.rank) + " at byte " + std::to_string(i) + " of " +
+           std::to_string(bytes) + ": " + std::to_string(int(seen[i])) + " on the device, " +
+           std::to_string(int(expected[i])) + " on the CPU";
   }
   return {};
+}
+
+inline std::string compare_tensor(const StageCase& c, const Layout& layout, const std::vector<std::byte>& image,
+                                  const RankMemory& memory) {
+  return difference(memory, memory.tensor, image.data() + layout.tensor_of(memory.rank),
+                    c.plan.numel * dtype_bytes(c.plan.dtype), "tensor");
+}
+
+inline std::string compare_state(const StageCase& c, const Layout& layout, const std::vector<std::byte>& image,
+                                 const RankMemory& memory) {
+  return difference(memory, memory.state, image.data() + layout.state_of(memory.rank), state_bytes(c.plan), "state");
+}
+
+// The first difference that compare_one finds among the ranks.
+template <typename CompareOne>
+std::string compare_all(const StageCase& c, const Layout& layout, const std::vector<std::byte>& image,
+                        const Memories& memories, CompareOne compare_one) {
+  for (const auto& memory : memories) {
+    if (std::string text = compare_one(c, layout, image, *memory); !text.empty()) return text;
+  }
+  return {};
+}
+
+inline std::string compare_both(const StageCase& c, const Layout& layout, const std::vector<std::byte>& image,
+                                const Memories& memories) {
+  const std::string text = compare_all(c, layout, image, memories, compare_tensor);
+  return text.empty() ? compare_all(c, layout, image, memories, compare_state) : text;
 }
 
 inline Memories allocate(const StageCase& c) {
