@@ -88,11 +88,11 @@ ECHO_HD int64_t state_bytes(const Plan& plan) {
 
 // What a call keeps for an update that comes after it: this rank's contribution, then the codes of the sum as one tile
 // of all groups.
-ECHO_HD int64_t kept_codes_offset(const Plan& plan) { return align_up(plan.numel * dtype_bytes(plan.dtype)); }
-ECHO_HD int64_t kept_params_offset(const Plan& plan) {
+inline int64_t kept_codes_offset(const Plan& plan) { return align_up(plan.numel * dtype_bytes(plan.dtype)); }
+inline int64_t kept_params_offset(const Plan& plan) {
   return kept_codes_offset(plan) + params_offset(plan.codec, group_count(plan));
 }
-ECHO_HD int64_t kept_bytes(const Plan& plan) {
+inline int64_t kept_bytes(const Plan& plan) {
   return kept_codes_offset(plan) + tile_bytes(plan.codec, group_count(plan));
 }
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 TESTS = ("cuda_exit_test", "cuda_stages_test", "cuda_peer_test")
+_PROGRAMS = (*TESTS, "cuda_update_speed")  # which measures, for those who tune
 _ALONE = "cuda_exit_test"  # needs nothing but headers
 ISAS = {
     "baseline": [],
@@ -26,7 +27,7 @@ def compilations(nvcc: str, arch: str, folder: Path) -> list[list[str]]:
     cuda = [nvcc, "-std=c++20", "-O3", "--fmad=false", "-Xcompiler", "-ffp-contract=off", f"-arch={arch}", "-lineinfo"]
     kernels = sorted((ROOT / "backend/cuda").glob("*.cu"), key=lambda path: "4bit" not in path.name)
     plain = [ROOT / "backend/cpu/dispatch.cpp", *(ROOT / f"backend/core/{name}.cpp" for name in _CORE)]
-    tests = [ROOT / f"tests/cpp/{name}.cu" for name in TESTS]
+    tests = [ROOT / f"tests/cpp/{name}.cu" for name in _PROGRAMS]
     commands = [
         [*cuda, "-split-compile=0", "-c", str(source), "-o", str(folder / f"{source.stem}.o")]
         for source in (*kernels, *tests, *plain)
@@ -45,7 +46,8 @@ def links(nvcc: str, arch: str, folder: Path) -> list[list[str]]:
     objects = [str(folder / f"{name}.o") for name in names]
     link = [nvcc, f"-arch={arch}", "-o"]
     return [
-        [*link, str(folder / test), str(folder / f"{test}.o"), *([] if test == _ALONE else objects)] for test in TESTS
+        [*link, str(folder / name), str(folder / f"{name}.o"), *([] if name == _ALONE else objects)]
+        for name in _PROGRAMS
     ]
 
 
