@@ -16,11 +16,12 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
-from . import alias, build, compatibility, log, options, passes, report
-from .agreement import NO_WATCH, Agreement, ProcessWatch
+from . import alias, build, compatibility, log, options, passes, processes
+from .agreement import Agreement
 from .answers import on_thread
 from .options import Options
 
+_ASK_PERIOD = 1.0  # seconds between two questions to the store whether another rank has failed meanwhile
 _LOOK_PERIOD = 0.2  # seconds between two looks at the processes while an inner backend connects
 _CONNECT_GRACE = timedelta(seconds=0.5)  # beyond the time-out, in which Gloo may say itself what it waits for
 
@@ -38,6 +39,7 @@ class Place:
     split_from: Any = None  # the NCCL group that torch wants the inner one split from, see _split_source
     shares_gpus: bool = False  # there are fewer GPUs than ranks, and the options permit that
     processes: Any = None  # of the ranks, as the extension watches them; None where it is not there
+    own_store: Any = None  # of this group alone, also where ranks report failures
 
 
 def create_group(dist_options: Any, pg_options: Any) -> Any:
@@ -66,13 +68,14 @@ def create_group(dist_options: Any, pg_options: Any) -> Any:
 
 
 def _create_checked(place: Place, pg_options: Any) -> Any:
-    agreement = Agreement(place.store, place.rank, place.size, place.timeout, _process_watch(place))
+    agreement = Agreement(place.store, place.rank, place.size, place.timeout, processes.watch(place))
     if options.is_off():
         agreement.withdraw("ECHO_OFF=1 is set here and not on all ranks")
         return _create_off(place, pg_options, agreement.store)
     try:
         chosen = to_options(pg_options)
         extension = build.extension()
+        processes.require_descriptors(place.size)
         config = chosen.to_config()
         place = replace(place, shares_gpus=_shares_gpus(chosen, place.size))
         fingerprint = chosen.fingerprint(shares_gpus=place.shares_gpus)
@@ -83,31 +86,6 @@ def _create_checked(place: Place, pg_options: Any) -> Any:
     introductions = agreement.reach(fingerprint, limit)
     place = replace(place, processes=extension.Processes(place.rank, place.size, introductions))
     return _create(extension, place, config, chosen, agreement.store)
-
-
-def _process_watch(place: Place) -> ProcessWatch:
-    """Without the extension nothing is watched; that it is missing is said later, to all ranks."""
-    if options.is_off():
-        return NO_WATCH
-    try:
-        extension = build.extension()
-        return ProcessWatch(extension.introduction(), extension.has_exited, _known_processes(place))
-    except Exception:
-        return NO_WATCH
-
-
-def _known_processes(place: Place) -> dict[int, str]:
-    """Introductions by rank of the new group, as other echo groups of this process have them: a rank that ends before
-    it comes to the new group is then missed as soon as it has ended."""
-    from torch.distributed import distributed_c10d as c10d
-
-    known: dict[int, str] = {}
-    for group, ranks in c10d._world.pg_group_ranks.items():
-        introductions = getattr(report.echo_in(group), "_introductions", None)
-        if introductions:
-            by_global_rank = {global_rank: introductions[group_rank] for global_rank, group_rank in ranks.items()}
-            known |= {rank: by_global_rank[r] for rank, r in enumerate(place.global_ranks) if r in by_global_rank}
-    return known
 
 
 def to_options(pg_options: Any) -> Options:
@@ -145,7 +123,9 @@ def inner_backends(
 
 def _create(extension: Any, place: Place, config: Any, pg_options: Any, own_store: Any) -> Any:
     inner_options = _inner_options(pg_options)
-    inner = inner_backends(place, "pass", inner_options)
+    place = replace(place, own_store=own_store)
+    later = _later_cuda(place, inner_options)
+    inner = inner_backends(place, "pass", inner_options, ("cpu",) if later else ("cpu", "cuda"))
     if not inner:
         raise RuntimeError("echo needs Gloo or NCCL inside, and this torch has neither")
 
@@ -167,6 +147,7 @@ def _create(extension: Any, place: Place, config: Any, pg_options: Any, own_stor
         place.size,
         config,
         inner,
+        later,
         make_wire,
         place.timeout,
         make_derived,
@@ -174,6 +155,19 @@ def _create(extension: Any, place: Place, config: Any, pg_options: Any, own_stor
         place.processes,
         alias.stands_for_nccl(),
     )
+
+
+def _later_cuda(place: Place, inner_options: Any) -> Callable[[str], Any] | None:
+    """What makes the inner group of CUDA tensors at its first use; None if it is to be made now. NCCL's starts CUDA's
+    driver and meets no other rank, so it waits until the program has shown that it uses CUDA."""
+    import torch
+    import torch.distributed as dist
+
+    shown = place.shares_gpus or alias.stands_for_nccl() or inner_options is not None
+    shown = shown or _bound_device() or torch.cuda.is_initialized()
+    if shown or _nccl_class() is None or not dist.is_gloo_available():
+        return None
+    return lambda device_type: _make_nccl(place, "pass", inner_options)
 
 
 def _derived_place(parent: Place, store: Any, rank: int, size: int, ranks: list[int], given: Any) -> Place:
@@ -263,8 +257,8 @@ def _make_gloo(place: Place, role: str, device_type: str) -> Any:
 
 
 def _while_all_live(connect: Callable[[], Any], place: Place, deadline: float) -> Any:
-    """What `connect` returns or raises; DistBackendError as soon as a process of the group has ended, or after the
-    deadline.
+    """What `connect` returns or raises; DistBackendError as soon as a process of the group has ended or a rank has
+    reported a failure, or after the deadline.
 
     Gloo waits for connections to and from a process that has ended, or moves no more, up to five times its time-out,
     and nothing ends that. So it does so on a thread, which is left behind then, with its sockets, until it gives up.
@@ -272,6 +266,7 @@ def _while_all_live(connect: Callable[[], Any], place: Place, deadline: float) -
     from torch.distributed import DistBackendError
 
     outcome = on_thread("echo-connect", connect)
+    next_question = time.monotonic() + _ASK_PERIOD
     while True:
         # Asked in this order: the last thing that a process did may have been to connect.
         exited = place.processes.exited()
@@ -279,8 +274,13 @@ def _while_all_live(connect: Callable[[], Any], place: Place, deadline: float) -
             return outcome.result()
         if exited:
             raise DistBackendError(exited)
-        if time.monotonic() > deadline:
+        now = time.monotonic()
+        if now > deadline:
             raise _timed_out(place)
+        if now > next_question:
+            if report := build.extension().first_report(place.own_store, place.rank, place.size, place.processes):
+                raise DistBackendError(report)
+            next_question = now + _ASK_PERIOD
 
 
 def _meet(gloo: Any, place: Place, deadline: float) -> None:
@@ -314,16 +314,13 @@ def _watched(place: Place, prefix: str) -> Any:
 
 
 def _why_not_connected(place: Place, role: str, error: Exception) -> str:
-    import torch.distributed as dist
-
     problem = (
         f"rank {place.rank} of {place.size}: group {place.name!r} cannot be created: "
         f"waiting for the connections of all ranks ({role}, Gloo): {error}"
     )
     if place.processes is None or role == "wire":  # the call that wants it asks the others itself
         return problem
-    store = dist.PrefixStore(f"{role}/failed", place.store)
-    return problem + build.extension().fault_reports(store, place.rank, place.size, place.processes, problem)
+    return problem + build.extension().fault_reports(place.own_store, place.rank, place.size, place.processes, problem)
 
 
 def _make_nccl(place: Place, role: str, inner_options: Any) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -99,3 +100,45 @@ def test_a_silent_store_is_an_error_in_time(moment: str, fabric: str, tmp_path: 
     for text, seconds in outcomes:
         assert "the store does not answer" in text or "the store no longer answers" in text, text
         assert seconds < AT_MOST, (seconds, text)
+
+
+def run_end_of_store(rank: int, size: int, folder: str, waiting: bool, fabric: str) -> tuple[str, float] | None:
+    """Rank 0 keeps the store and ends before the first call, or while rank 1 waits for it there."""
+    import echo_pg
+
+    if rank == 0:
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        Path(folder, "port").write_text(str(store.port))
+    meeting = dist.FileStore(f"{folder}/meet", size)
+    meeting.set(f"port/{rank}", "")
+    meeting.wait(["port/0"])
+    if rank == 1:
+        store = dist.TCPStore("127.0.0.1", int(Path(folder, "port").read_text()), is_master=False)
+    options, limit = echo_pg.Options(policy="all", min_bytes=0, fabric=fabric), timedelta(seconds=60)
+    dist.init_process_group("echo", store=store, rank=rank, world_size=size, timeout=limit, pg_options=options)
+    meeting.set(f"made/{rank}", "")
+    meeting.wait(["made/0", "made/1"])
+    if rank == 0:
+        # A process closes what it has open in order, connections first here; with this it counts as ended later.
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        for _ in range(min(hard - 200, 50_000)):
+            os.eventfd(0)
+        meeting.set("ready", "")
+        time.sleep(1.0 if waiting else 0.0)
+        os._exit(3)
+    meeting.wait(["ready"])
+    time.sleep(0.0 if waiting else 0.02)
+    start = time.monotonic()
+    with pytest.raises(dist.DistBackendError) as caught:
+        dist.all_reduce(contribution(rank))
+    return str(caught.value), time.monotonic() - start
+
+
+@pytest.mark.parametrize("waiting", [False, True])
+@pytest.mark.parametrize("fabric", ["peer", "wire"])
+def test_a_store_that_ended_with_its_rank_names_the_rank(fabric: str, waiting: bool, tmp_path: Path) -> None:
+    outcomes = run_ranks(run_end_of_store, 2, str(tmp_path), waiting, fabric, backend=None, check=False, timeout=40)
+    text, seconds = outcomes[1]
+    assert "the process of rank 0 has exited" in text and "did not come" not in text, text
+    assert "rank 1 of 2: quantized all_reduce number 0" in text and seconds < 5, (seconds, text)

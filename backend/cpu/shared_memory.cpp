@@ -12,6 +12,7 @@
 #include <cerrno>
 #include <climits>
 #include <cstring>
+#include <filesystem>
 #include <fstream>
 #include <sstream>
 #include <system_error>
@@ -165,6 +166,31 @@ bool PeerProcess::has_exited() const {
     return poll(&watched, 1, 0) > 0;
   }
   return pid_ > 0 && kill(pid_, 0) != 0 && errno == ESRCH;
+}
+
+// A thread is marked before it lets go of what the process has open, and all must be: that of main() may end alone.
+bool PeerProcess::is_ending() const {
+  if (pid_ <= 0) return false;
+  if (has_exited()) return true;
+  constexpr uint64_t kExiting = 4;  // the kernel's PF_EXITING
+  bool any = false;
+  std::error_code error;
+  const std::filesystem::path tasks = "/proc/" + std::to_string(pid_) + "/task";
+  for (const auto& task : std::filesystem::directory_iterator(tasks, error)) {
+    std::ifstream file(task.path() / "stat");
+    std::string text;
+    std::getline(file, text);
+    const size_t name_end = text.rfind(')');
+    if (name_end == std::string::npos) continue;  // it has gone meanwhile
+    std::istringstream fields(text.substr(name_end + 1));
+    std::string skipped;
+    for (int field = 3; field < 9; ++field) fields >> skipped;
+    uint64_t flags = 0;
+    fields >> flags;
+    if (fields.fail() || (flags & kExiting) == 0) return false;
+    any = true;
+  }
+  return any || has_exited();
 }
 
 }  // namespace echo::cpu

@@ -59,6 +59,10 @@ class PeerProcess {
 
   bool has_exited() const;
 
+  // True also while it ends: its connections are closed a moment before it counts as ended, where a device's driver
+  // tidies up after it up to a second. Reads files: for those who have met a failure already.
+  bool is_ending() const;
+
  private:
   pid_t pid_ = 0;
   int pidfd_ = -1;  // -1 where the kernel has no pidfd_open: then the process id itself is probed

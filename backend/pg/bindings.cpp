@@ -48,7 +48,7 @@ void set_log_callback(const py::object& callback) {
 }
 
 // Python makes the inner group; its exception crosses the layers without Python as text.
-WireGroups::Make wire_maker(py::function make) {
+WireGroups::Make group_maker(py::function make) {
   const auto held = std::make_shared<PyHolder>(std::move(make));
   return [held](const std::string& device_type) {
     const py::gil_scoped_acquire gil;
@@ -64,9 +64,15 @@ WireGroups::Make wire_maker(py::function make) {
   };
 }
 
+// None: no group of CUDA tensors is to be made later.
+InnerGroups::Make later_maker(const py::object& make) {
+  if (make.is_none()) return nullptr;
+  return [make = group_maker(make)] { return make("cuda"); };
+}
+
 c10::intrusive_ptr<ProcessGroupEcho> make_group(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
                                                 const Config& config, const py::dict& inner_by_device,
-                                                py::function make_wire, std::chrono::milliseconds timeout,
+                                                const py::object& make_later, py::function make_wire, std::chrono::milliseconds timeout,
                                                 py::function make_derived, py::object pg_options,
                                                 const std::shared_ptr<Processes>& processes,
                                                 bool prefers_device_barriers) {
@@ -80,7 +86,8 @@ c10::intrusive_ptr<ProcessGroupEcho> make_group(const c10::intrusive_ptr<c10d::S
   for (const auto& [device, backend] : inner_by_device) {
     setup.inner.emplace(c10::Device(device.cast<std::string>()).type(), backend.cast<BackendPtr>());
   }
-  setup.make_wire = wire_maker(std::move(make_wire));
+  setup.make_later = later_maker(make_later);
+  setup.make_wire = group_maker(std::move(make_wire));
   setup.deriver = group_deriver(std::move(make_derived), std::move(pg_options));
   const bool own_limit = config.timeout_s > 0;
   setup.timeout = own_limit ? std::chrono::milliseconds(static_cast<int64_t>(config.timeout_s * 1000)) : timeout;
@@ -212,6 +219,13 @@ void bind_processes(py::module_& m) {
       },
       py::arg("store"), py::arg("processes"), py::arg("timeout"));
   m.def(
+      "first_report",
+      [](c10::intrusive_ptr<c10d::Store> store, int32_t rank, int32_t size, std::shared_ptr<Processes> processes) {
+        return FaultReports(std::move(store), rank, size, std::move(processes)).first_heard();
+      },
+      py::arg("store"), py::arg("rank"), py::arg("size"), py::arg("processes"),
+      py::call_guard<py::gil_scoped_release>());
+  m.def(
       "fault_reports",
       [](c10::intrusive_ptr<c10d::Store> store, int32_t rank, int32_t size, std::shared_ptr<Processes> processes,
          const std::string& mine) {
@@ -226,7 +240,7 @@ void bind_group(py::module_& m) {
   py::class_<ProcessGroupEcho, c10d::Backend, c10::intrusive_ptr<ProcessGroupEcho>>(m, "ProcessGroupEcho",
                                                                                     py::dynamic_attr())
       .def(py::init(&make_group), py::arg("store"), py::arg("rank"), py::arg("size"), py::arg("config"),
-           py::arg("inner_by_device"), py::arg("make_wire"), py::arg("timeout"), py::arg("make_derived"),
+           py::arg("inner_by_device"), py::arg("make_later"), py::arg("make_wire"), py::arg("timeout"), py::arg("make_derived"),
            py::arg("pg_options"), py::arg("processes"), py::arg("prefers_device_barriers"))
       .def(
           "_all_reduce",
@@ -256,7 +270,7 @@ void bind_group(py::module_& m) {
       .def("_fault", [](ProcessGroupEcho& group) { return group.report().fault; })
       .def("_desc", &ProcessGroupEcho::description)
       .def("_inner",
-           [](const ProcessGroupEcho& group, const std::string& type) { return group.inner(c10::Device(type).type()); })
+           [](ProcessGroupEcho& group, const std::string& type) { return group.inner(c10::Device(type).type()); })
       .def_property_readonly("_introductions", &ProcessGroupEcho::introductions)
       .def_property_readonly("_config", &ProcessGroupEcho::config, py::return_value_policy::copy);
 }

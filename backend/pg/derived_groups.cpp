@@ -23,7 +23,7 @@ c10::intrusive_ptr<c10d::Backend::Options> ProcessGroupEcho::getBackendOptions()
 }
 
 // torch forgets the device when it registers a split group, but its inner backend was told.
-std::optional<c10::Device> ProcessGroupEcho::bound_device() const {
+std::optional<c10::Device> ProcessGroupEcho::bound_device() {
   const auto bound = getBoundDeviceId();
   return bound ? bound : inner(main_device())->getBoundDeviceId();
 }

@@ -7,7 +7,7 @@
 
 namespace echo::pg {
 
-// Those with a context; asking makes none.
+// Those with a context. Asking makes none, and does not start CUDA where torch has not.
 std::vector<c10::Device> devices_in_use();
 
 // Blocks until what the current streams of these devices hold by now is done.

@@ -6,6 +6,7 @@
 
 #include <array>
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <mutex>
 #include <vector>
@@ -49,8 +50,10 @@ class Diagnostics {
     at::Tensor correction_sum;
   };
 
-  // Collective over `inner`. `correction` is what this rank adds, undefined at a first site or without feedback.
-  static Before measure_before(const at::Tensor& tensor, const at::Tensor& correction, c10d::Backend& inner);
+  // Collective over `inner`. `correction` is what this rank adds, undefined at a first site or without feedback; `wait`
+  // is how to wait for a collective, empty: its own wait().
+  static Before measure_before(const at::Tensor& tensor, const at::Tensor& correction, c10d::Backend& inner,
+                               const std::function<void(c10d::Work&)>& wait);
   void measure_after(const MeasuredSite& site, const Before& before, const at::Tensor& delivered);
 
   // Sites of the pass under way.

@@ -28,8 +28,6 @@ namespace {
 
 constexpr milliseconds kPause{10};
 constexpr size_t kShownRanks = 4;  // in one error
-// A process that ends closes its connections a moment before it counts as ended.
-constexpr milliseconds kSettling{50};
 
 using Member = FaultReports::Member;
 
@@ -127,7 +125,7 @@ std::string in_words(const Member& member, const std::map<int32_t, std::string>&
   for (int32_t rank = 0; rank < member.size; ++rank) {
     if (rank == member.rank) continue;
     const auto text = texts.find(rank);
-    if (member.processes->has_exited(rank)) {
+    if (member.processes->is_ending(rank)) {
       exited.push_back("the process of rank " + std::to_string(rank) + " has exited");
     } else if (text == texts.end()) {
       silent.push_back("rank " + std::to_string(rank) + " reports nothing (it is late, stopped, or out of reach)");
@@ -188,7 +186,7 @@ std::string FaultReports::exchange(const std::string& mine) const {
   heard->changed.wait_for(lock, kPatience + kPause, [&] { return heard->complete; });
   const std::map<int32_t, std::string> texts = heard->texts;
   lock.unlock();
-  if (static_cast<int32_t>(texts.size()) + 1 < member_->size) std::this_thread::sleep_for(kSettling);
+  if (static_cast<int32_t>(texts.size()) + 1 < member_->size) member_->processes->exited_by_now();
   return in_words(*member_, texts);
 }
 

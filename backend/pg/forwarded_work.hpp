@@ -2,22 +2,27 @@
 #pragma once
 
 #include <functional>
+#include <memory>
 #include <string>
 
 #include <c10/util/Exception.h>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
-#include "call_name.hpp"
+#include "watched_wait.hpp"
 
 namespace echo::pg {
 
 class ForwardedWork : public c10d::Work {
  public:
-  // Throws the error to raise in place of the one under way.
-  using Rename = std::function<void(const std::string& cause)>;
+  // Throws the error to raise in place of the one under way; `left`: Gloo was left waiting, for a process that ended.
+  using Rename = std::function<void(const std::string& cause, bool left)>;
 
-  ForwardedWork(int rank, c10::intrusive_ptr<c10d::Work> inner, Rename rename)
-      : Work(rank, c10d::OpType::ALLREDUCE), inner_(std::move(inner)), rename_(std::move(rename)) {}
+  ForwardedWork(int rank, c10::intrusive_ptr<c10d::Work> inner, std::shared_ptr<const Processes> processes,
+                Rename rename)
+      : Work(rank, c10d::OpType::ALLREDUCE),
+        inner_(std::move(inner)),
+        processes_(std::move(processes)),
+        rename_(std::move(rename)) {}
 
   bool isCompleted() override { return inner_->isCompleted(); }
   bool isSuccess() const override { return inner_->isSuccess(); }
@@ -31,34 +36,27 @@ class ForwardedWork : public c10d::Work {
   uint64_t getSequencenumber() const override { return inner_->getSequencenumber(); }
 
   bool wait(std::chrono::milliseconds timeout) override {
-    bool done = false;
-    named([&] { done = inner_->wait(timeout); });
-    return done;
-  }
-  void synchronize() override {
-    named([&] { inner_->synchronize(); });
-  }
-  void blockCurrentStream() override {
-    named([&] { inner_->blockCurrentStream(); });
-  }
-
- private:
-  template <typename Call>
-  void named(const Call& call) {
+    std::string exited;
     try {
-      call();
+      exited = wait_while_all_live(*inner_, *processes_, timeout);
     } catch (const c10::DistError& error) {
       if (!inner_->isCompleted()) throw;  // only the caller's own limit is over
-      rename_(error.what_without_backtrace());
+      rename_(error.what_without_backtrace(), false);
     } catch (const c10::Error&) {
       throw;  // a wrong call, which Gloo may notice as late as this
     } catch (const std::exception& error) {
       if (!inner_->isCompleted()) throw;
-      rename_(error.what());
+      rename_(error.what(), false);
     }
+    if (!exited.empty()) rename_(exited, true);
+    return true;
   }
+  void synchronize() override { wait(kNoTimeout); }
+  void blockCurrentStream() override { wait(kNoTimeout); }
 
+ private:
   const c10::intrusive_ptr<c10d::Work> inner_;
+  const std::shared_ptr<const Processes> processes_;
   const Rename rename_;
 };
 

@@ -12,6 +12,7 @@
 #include "process_group_echo.hpp"
 #include "signals.hpp"
 #include "store_rounds.hpp"
+#include "watched_wait.hpp"
 
 namespace echo::pg {
 namespace {
@@ -133,7 +134,14 @@ QuantizedCall ProcessGroupEcho::prepare(const at::Tensor& tensor, const CallOpti
   wire.workspace_bytes = config.workspace_bytes;
   wire.timeout = timeout;
   wire.observer = core_->observer;
-  if (!tensor.is_cpu()) wire.disagreement = core_->device_fault.word();
+  if (tensor.is_cpu()) {
+    wire.wait = [processes = core_->reports.processes()](c10d::Work& work) {
+      const std::string exited = wait_while_all_live(work, *processes);
+      TORCH_CHECK_WITH(DistBackendError, exited.empty(), exited);
+    };
+  } else {
+    wire.disagreement = core_->device_fault.word();
+  }
   return call;
 }
 

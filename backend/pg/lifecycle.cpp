@@ -27,11 +27,10 @@ void ProcessGroupEcho::check_alive() const {
   TORCH_CHECK_WITH(DistBackendError, !closed_.load(), "group '", description(), "' has been destroyed");
 }
 
-BackendPtr ProcessGroupEcho::inner(c10::DeviceType type) const {
-  const auto found = inner_.find(type);
-  if (found != inner_.end()) return found->second;
+BackendPtr ProcessGroupEcho::inner(c10::DeviceType type) {
+  if (BackendPtr found = inner_.get(type)) return found;
   std::string known;
-  for (const auto& [known_type, backend] : inner_)
+  for (const auto& [known_type, backend] : inner_.made())
     known += (known.empty() ? "" : ", ") + c10::DeviceTypeName(known_type, true);
   TORCH_CHECK_VALUE(false, "group '", description(), "' has no backend for ", c10::DeviceTypeName(type, true),
                     " tensors; it was made for: ", known);
@@ -41,7 +40,7 @@ BackendPtr ProcessGroupEcho::inner(c10::DeviceType type) const {
 // use.
 c10d::Backend& ProcessGroupEcho::open_inner(c10::DeviceType type) {
   check_alive();
-  c10d::Backend& backend = *inner(type);
+  c10d::Backend& backend = *inner(type);  // lives as long as this group
   const auto bound = getBoundDeviceId();
   if (bound && bound->type() == type && backend.getBoundDeviceId() != bound) backend.setBoundDeviceId(bound);
   if (backend.getGroupDesc() != getGroupDesc()) backend.setGroupDesc(getGroupDesc());
@@ -49,28 +48,35 @@ c10d::Backend& ProcessGroupEcho::open_inner(c10::DeviceType type) {
 }
 
 c10::DeviceType ProcessGroupEcho::main_device() const {
-  for (const auto& [type, backend] : inner_) {
+  for (const auto& [type, backend] : inner_.made()) {
     if (type != c10::DeviceType::CPU) return type;
   }
   return c10::DeviceType::CPU;
 }
 
+c10::DeviceType ProcessGroupEcho::accelerator() {
+  inner_.get(c10::DeviceType::CUDA);
+  return main_device();
+}
+
 // torch does not say which device a barrier is for, and ranks must not come to different answers: whether one uses CUDA
 // by now is no question to ask. Without a device it goes over the CPU's backend, after this rank has waited for its
 // devices as a barrier of NCCL would.
-c10::DeviceType ProcessGroupEcho::barrier_device(const c10d::BarrierOptions& options) const {
-  const c10::DeviceType main = main_device();
+c10::DeviceType ProcessGroupEcho::barrier_device(const c10d::BarrierOptions& options) {
   if (options.device) return options.device->type();
-  if (inner_.size() == 1 || prefers_device_barriers_ || !options.device_ids.empty() || bound_device()) return main;
+  if (!inner_.may_have_device() || !inner_.has_made(c10::DeviceType::CPU)) return main_device();
+  if (prefers_device_barriers_ || !options.device_ids.empty() || bound_device()) return accelerator();
   const std::vector<c10::Device> devices = devices_in_use();
   const bool captured =
       std::any_of(devices.begin(), devices.end(), [](c10::Device device) { return current_capture(device) != 0; });
-  return captured ? main : c10::DeviceType::CPU;
+  return captured ? accelerator() : c10::DeviceType::CPU;
 }
 
+// NCCL's does, also one yet to be made.
 bool ProcessGroupEcho::supportsCoalescing() const {
-  return std::any_of(inner_.begin(), inner_.end(),
-                     [](const auto& entry) { return entry.second->supportsCoalescing(); });
+  const BackendsByDevice made = inner_.made();
+  return (inner_.may_have_device() && made.size() == 1) ||
+         std::any_of(made.begin(), made.end(), [](const auto& entry) { return entry.second->supportsCoalescing(); });
 }
 
 void ProcessGroupEcho::startCoalescing() {
@@ -80,7 +86,8 @@ void ProcessGroupEcho::startCoalescing() {
     bracket_open_ = true;
     bracket_works_.clear();
   }
-  for (const auto& [type, backend] : inner_) {
+  inner_.set_bracket(true);
+  for (const auto& [type, backend] : inner_.made()) {
     if (backend->supportsCoalescing()) open_inner(type).startCoalescing();
   }
 }
@@ -97,7 +104,8 @@ WorkPtr ProcessGroupEcho::endCoalescing() {
   const GilRelease no_gil;
   check_alive();
   std::vector<WorkPtr> works;
-  for (const auto& [type, backend] : inner_) {
+  inner_.set_bracket(false);
+  for (const auto& [type, backend] : inner_.made()) {
     if (!backend->supportsCoalescing()) continue;
     if (WorkPtr work = backend->endCoalescing()) works.push_back(std::move(work));
   }
@@ -112,13 +120,13 @@ WorkPtr ProcessGroupEcho::endCoalescing() {
 }
 
 void ProcessGroupEcho::setSequenceNumberForGroup() {
-  for (const auto& [type, backend] : inner_) backend->setSequenceNumberForGroup();
+  for (const auto& [type, backend] : inner_.made()) backend->setSequenceNumberForGroup();
 }
 
 uint64_t ProcessGroupEcho::getSequenceNumberForGroup() {
   const GilRelease no_gil;
   uint64_t number = 0;
-  for (const auto& [type, backend] : inner_) number += backend->getSequenceNumberForGroup();
+  for (const auto& [type, backend] : inner_.made()) number += backend->getSequenceNumberForGroup();
   const std::lock_guard lock(issue_mutex_);
   return number + calls_;
 }
@@ -126,13 +134,13 @@ uint64_t ProcessGroupEcho::getSequenceNumberForGroup() {
 #if ECHO_TORCH_AT_LEAST(10)
 void ProcessGroupEcho::setGroupUid(const std::string& pg_uid) {
   Backend::setGroupUid(pg_uid);
-  for (const auto& [type, backend] : inner_) backend->setGroupUid(pg_uid);
+  inner_.set_uid(pg_uid);
 }
 #endif
 
 void ProcessGroupEcho::setTimeout(std::chrono::milliseconds timeout) {
   if (core_->config.timeout_s <= 0) timeout_ms_ = timeout.count();
-  for (const auto& [type, backend] : inner_) backend->setTimeout(timeout);
+  inner_.set_timeout(timeout);
   core_->wire.set_timeout(timeout);
 }
 
@@ -140,7 +148,7 @@ c10d::ErrorType ProcessGroupEcho::getError() {
   check_at_home(home_);
   core_->look_at_devices();
   if (core_->fault.is_set()) return c10d::ErrorType::COMM_ERROR;
-  for (const auto& [type, backend] : inner_) {
+  for (const auto& [type, backend] : inner_.made()) {
     if (backend->getBackendName() != "nccl") continue;  // Gloo keeps no error state and throws here
     if (const auto error = backend->getError(); error != c10d::ErrorType::SUCCESS) return error;
   }
@@ -168,7 +176,7 @@ void ProcessGroupEcho::close(bool aborting) {
   worker_->stop(healthy, patience);
   core_->cuda_fabrics.close(healthy);
   if (healthy) core_->wire.shutdown();
-  for (const auto& [type, backend] : inner_) {
+  for (const auto& [type, backend] : inner_.made()) {
     if (aborting) {
       backend->abort();
     } else {

@@ -128,7 +128,7 @@ WorkPtr ProcessGroupEcho::recvAnysource(Tensors& tensors, int tag) {
 
 WorkPtr ProcessGroupEcho::barrier(const c10d::BarrierOptions& options) {
   const c10::DeviceType type = barrier_device(options);
-  if (type == c10::DeviceType::CPU && main_device() != type) {
+  if (type == c10::DeviceType::CPU && inner_.may_have_device()) {
     const GilRelease no_gil;
     wait_for_current_streams(devices_in_use());
   }
@@ -138,22 +138,22 @@ WorkPtr ProcessGroupEcho::barrier(const c10d::BarrierOptions& options) {
 // Only Gloo has it, so it is a matter of the CPU whatever the group is for.
 void ProcessGroupEcho::monitoredBarrier(const c10d::BarrierOptions& options, bool wait_all_ranks) {
   const GilRelease no_gil;
-  const bool has_cpu = inner_.count(c10::DeviceType::CPU) > 0;
+  const bool has_cpu = inner_.has_made(c10::DeviceType::CPU);
   open_inner(has_cpu ? c10::DeviceType::CPU : main_device()).monitoredBarrier(options, wait_all_ranks);
 }
 
 // torch asks the outer backend whether there are hooks, without a virtual call: the marker makes it say yes.
 void ProcessGroupEcho::registerOnCompletionHook(std::function<void(std::shared_ptr<c10d::WorkInfo>)>&& hook) {
-  open_inner(main_device()).registerOnCompletionHook(std::move(hook));
+  open_inner(accelerator()).registerOnCompletionHook(std::move(hook));
   onCompletionHook_ = [](const std::shared_ptr<c10d::WorkInfo>&) {};
 }
 
 void ProcessGroupEcho::waitForPendingWorks() {
   const GilRelease no_gil;
-  open_inner(main_device()).waitForPendingWorks();
+  open_inner(accelerator()).waitForPendingWorks();
 }
 
-void ProcessGroupEcho::enableCollectivesTiming() { open_inner(main_device()).enableCollectivesTiming(); }
+void ProcessGroupEcho::enableCollectivesTiming() { open_inner(accelerator()).enableCollectivesTiming(); }
 
 void ProcessGroupEcho::eagerConnectSingleDevice(at::Device device) {
   const GilRelease no_gil;
@@ -161,7 +161,7 @@ void ProcessGroupEcho::eagerConnectSingleDevice(at::Device device) {
 }
 
 std::shared_ptr<c10::Allocator> ProcessGroupEcho::getMemAllocator() {
-  return open_inner(main_device()).getMemAllocator();
+  return open_inner(accelerator()).getMemAllocator();
 }
 
 at::Tensor ProcessGroupEcho::allocateTensor(long size, at::TensorOptions options) {
@@ -169,16 +169,16 @@ at::Tensor ProcessGroupEcho::allocateTensor(long size, at::TensorOptions options
 }
 
 bool ProcessGroupEcho::supportsTensorAlloc(c10::DeviceIndex index) {
-  return inner(main_device())->supportsTensorAlloc(index);
+  return inner(accelerator())->supportsTensorAlloc(index);
 }
 
 #if ECHO_TORCH_AT_LEAST(12)
-void ProcessGroupEcho::suspend() { open_inner(main_device()).suspend(); }
+void ProcessGroupEcho::suspend() { open_inner(accelerator()).suspend(); }
 
-void ProcessGroupEcho::resume() { open_inner(main_device()).resume(); }
+void ProcessGroupEcho::resume() { open_inner(accelerator()).resume(); }
 
 std::unordered_map<std::string, uint64_t> ProcessGroupEcho::getMemoryStats() {
-  return open_inner(main_device()).getMemoryStats();
+  return open_inner(accelerator()).getMemoryStats();
 }
 #endif
 
@@ -220,14 +220,14 @@ WorkPtr ProcessGroupEcho::all_to_all_single(at::Tensor& output, at::Tensor& inpu
 }
 
 void ProcessGroupEcho::addEphemeralTimeout(const std::chrono::milliseconds& timeout) {
-  for (const auto& [type, backend] : inner_) backend->addEphemeralTimeout(timeout);
+  for (const auto& [type, backend] : inner_.made()) backend->addEphemeralTimeout(timeout);
 }
 
 void ProcessGroupEcho::registerAbortHook(int64_t hook_id, c10d::AbortHook hook) {
-  open_inner(main_device()).registerAbortHook(hook_id, std::move(hook));
+  open_inner(accelerator()).registerAbortHook(hook_id, std::move(hook));
 }
 
-void ProcessGroupEcho::unregisterAbortHook(int64_t hook_id) { open_inner(main_device()).unregisterAbortHook(hook_id); }
+void ProcessGroupEcho::unregisterAbortHook(int64_t hook_id) { open_inner(accelerator()).unregisterAbortHook(hook_id); }
 #endif
 
 }  // namespace echo::pg

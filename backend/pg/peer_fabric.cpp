@@ -23,10 +23,18 @@ cpu::SharedMemory open_offer(const std::string& offer, pid_t pid, const cpu::Sea
   return cpu::SharedMemory::open(*handle, seal);
 }
 
+constexpr char kNotForRoom = '!';  // in front of a failure that a smaller slab would meet too
+
+std::string failure_text(const std::system_error& error) {
+  const int code = error.code().value();
+  return (code == ENOSPC || code == ENOMEM ? "" : std::string(1, kNotForRoom)) + error.what();
+}
+
 // Slabs with slots as large as tuned, or half of that and so on where the host has no room for all of them; empty on
-// all ranks if not even the smallest fit. No rank tries a size while another still holds a larger slab.
+// all ranks, with the reason, if not even the smallest fit or there is another obstacle. No rank tries a size while
+// another still holds a larger slab.
 std::optional<cpu::SharedMemory> create_slabs(SlabShape& shape, cpu::Seal& seal, int64_t workspace_bytes,
-                                              StoreRounds& rounds) {
+                                              StoreRounds& rounds, std::string& reason) {
   shape.slot_bytes = slot_bytes_for(workspace_bytes, shape.world_size, shape.lanes, kPeerSlotBytes);
   for (; shape.slot_bytes > 0; shape.slot_bytes = smaller_slot_bytes(shape)) {
     std::optional<cpu::SharedMemory> slab;
@@ -35,12 +43,16 @@ std::optional<cpu::SharedMemory> create_slabs(SlabShape& shape, cpu::Seal& seal,
       seal.bytes = echo::slab_bytes(shape);
       slab = cpu::SharedMemory::create(seal);
     } catch (const std::system_error& error) {
-      failure = error.what();
+      failure = failure_text(error);
     }
-    if (rounds.exchange_failure(failure).empty()) return slab;
+    std::vector<std::string> failures = rounds.exchange(failure);
+    if (StoreRounds::first_failure(failures).empty()) return slab;
     slab.reset();
+    for (std::string& text : failures) text.erase(0, text.starts_with(kNotForRoom) ? 1 : std::string::npos);
+    if (reason = StoreRounds::first_failure(failures); !reason.empty()) return std::nullopt;
     rounds.exchange("");
   }
+  reason = "/dev/shm has too little room; containers get more with --ipc=host or --shm-size=1g";
   return std::nullopt;
 }
 
@@ -131,8 +143,9 @@ PeerFabric::Vote PeerFabric::make(const Setup& setup) {
   SlabShape shape{.world_size = setup.size, .lanes = std::clamp(cores, 1, kPeerMaxLanes), .slot_bytes = 0};
   cpu::Seal seal{
       .kind = cpu::MemoryKind::kSlab, .group = processes.number(), .rank = setup.rank, .world_size = setup.size};
-  std::optional<cpu::SharedMemory> slab = create_slabs(shape, seal, setup.workspace_bytes, rounds);
-  if (!slab) return {nullptr, "/dev/shm has too little room; containers get more with --ipc=host or --shm-size=1g"};
+  std::string obstacle;
+  std::optional<cpu::SharedMemory> slab = create_slabs(shape, seal, setup.workspace_bytes, rounds, obstacle);
+  if (!slab) return {nullptr, obstacle};
   observe(Step::kCreated);
 
   const std::vector<std::string> offers = rounds.exchange(cpu::write_handle(slab->handle()));

@@ -37,11 +37,11 @@ ProcessGroupEcho::ProcessGroupEcho(GroupSetup setup)
                                          std::move(setup.make_wire)))),
       rules_(make_policy_rules(core_->config)),
       store_(std::move(setup.store)),
-      inner_(std::move(setup.inner)),
+      inner_(std::move(setup.inner), std::move(setup.make_later)),
       prefers_device_barriers_(setup.prefers_device_barriers),
       timeout_ms_(setup.timeout.count()),
       deriver_(std::move(setup.deriver)) {
-  TORCH_CHECK_VALUE(!inner_.empty(), "echo needs an inner backend for at least one device type");
+  TORCH_CHECK_VALUE(!inner_.made().empty(), "echo needs an inner backend for at least one device type");
   if (core_->config.diagnostics) plan_check_.emplace(rounds("plan", std::chrono::milliseconds(timeout_ms_.load())));
 }
 
@@ -55,7 +55,7 @@ ProcessGroupEcho::~ProcessGroupEcho() {
     // What it has would join threads that this process does not have: left to the end of the process.
     new std::shared_ptr<GroupCore>(core_);
     new std::shared_ptr<Worker>(worker_);
-    for (auto& [type, backend] : inner_) backend.release();
+    inner_.leave_behind();
     for (auto& [device, streams] : streams_) streams.release();
     return;
   }
@@ -63,7 +63,8 @@ ProcessGroupEcho::~ProcessGroupEcho() {
   const GilRelease no_gil;
   worker_->stop(false, std::chrono::seconds(1));
   core_->wire.tear_down();
-  inner_.clear();
+  BackendsByDevice inner = inner_.take_all();
+  if (core_->inner_waits) leave_to_thread(std::move(inner));
 }
 
 std::string_view dtype_name(at::ScalarType dtype) {
@@ -187,7 +188,8 @@ WorkPtr ProcessGroupEcho::allreduce_exact(Tensors& tensors, const c10d::Allreduc
   }
   warn_if_idle(passes);
   if (!tensors[0].is_cpu()) return collect(inner, inner.allreduce(tensors, options));
-  const auto rename = [core = core_, what](const std::string& cause) {
+  const auto rename = [core = core_, what](const std::string& cause, bool left) {
+    if (left) core->inner_waits = true;
     const std::string text = what.text() + " failed: " + cause;
     TORCH_CHECK_WITH(DistBackendError, false, text, core->aborting ? std::string() : core->reports.exchange(text));
   };
@@ -197,9 +199,10 @@ WorkPtr ProcessGroupEcho::allreduce_exact(Tensors& tensors, const c10d::Allreduc
   } catch (const c10::Error&) {
     throw;  // a wrong call
   } catch (const std::exception& error) {
-    rename(error.what());
+    rename(error.what(), false);
   }
-  return collect(inner, c10::make_intrusive<ForwardedWork>(getRank(), std::move(work), rename));
+  return collect(inner, c10::make_intrusive<ForwardedWork>(getRank(), std::move(work), core_->reports.processes(),
+                                                           rename));
 }
 
 // What is compared says all that must be equal; bits and pass follow from it, or from what quantized calls compare.

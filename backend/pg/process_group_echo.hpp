@@ -29,6 +29,7 @@
 
 #include "derived_groups.hpp"
 #include "device_work.hpp"
+#include "inner_groups.hpp"
 #include "lanes.hpp"
 #include "pass_tracker.hpp"
 #include "plan_check.hpp"
@@ -60,7 +61,8 @@ struct GroupSetup {
   int rank = 0;
   int size = 1;
   Config config;
-  std::map<c10::DeviceType, BackendPtr> inner;  // for forwarded calls
+  BackendsByDevice inner;        // for forwarded calls
+  InnerGroups::Make make_later;  // that of CUDA tensors, if it is not among them
   WireGroups::Make make_wire;
   GroupDeriver deriver;
   std::shared_ptr<const Processes> processes;
@@ -116,7 +118,8 @@ class ProcessGroupEcho : public c10d::Backend {
   const Config& config() const { return core_->config; }
   // Of its ranks, by rank; empty where the ranks were not introduced.
   const std::vector<std::string>& introductions() const { return core_->reports.processes()->introductions(); }
-  BackendPtr inner(c10::DeviceType type) const;
+  // Throws c10::ValueError if there is none.
+  BackendPtr inner(c10::DeviceType type);
   // For tests, before the first quantized call.
   void observe(Observer observer);
 
@@ -230,10 +233,12 @@ class ProcessGroupEcho : public c10d::Backend {
   // False in a process forked from the one that made the group: it has neither its threads nor its shared memory, and
   // its locks may be held for ever.
   bool is_at_home() const { return getpid() == home_; }
-  // The inner backend of the accelerator if there is one, else the only one.
+  // The inner backend of the accelerator if one was made by now, else the only one.
   c10::DeviceType main_device() const;
-  c10::DeviceType barrier_device(const c10d::BarrierOptions& options) const;
-  std::optional<c10::Device> bound_device() const;
+  // The same for what only accelerators have: made now if it was to be made later.
+  c10::DeviceType accelerator();
+  c10::DeviceType barrier_device(const c10d::BarrierOptions& options);
+  std::optional<c10::Device> bound_device();
   BackendPtr derive(const DerivedGroup& wanted);
 
   template <typename Operation>
@@ -272,7 +277,7 @@ class ProcessGroupEcho : public c10d::Backend {
   const std::shared_ptr<GroupCore> core_;
   const PolicyRules rules_;
   const c10::intrusive_ptr<c10d::Store> store_;
-  std::map<c10::DeviceType, BackendPtr> inner_;
+  InnerGroups inner_;
   const bool prefers_device_barriers_;
   std::atomic<int64_t> timeout_ms_;
   std::atomic<bool> closed_{false};

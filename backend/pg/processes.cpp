@@ -4,6 +4,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <chrono>
 #include <map>
 #include <mutex>
 #include <optional>
@@ -16,6 +17,11 @@ namespace echo::pg {
 namespace {
 
 using cpu::Introduction;
+
+constexpr std::chrono::milliseconds kSettling{50};
+constexpr std::chrono::milliseconds kPause{5};
+
+std::string words_of(int32_t rank) { return "the process of rank " + std::to_string(rank) + " has exited"; }
 
 int32_t usable_cores() {
   cpu_set_t cores;
@@ -52,7 +58,7 @@ std::string Processes::introduction() {
 
 bool Processes::has_exited(const std::string& introduction) {
   const std::optional<Introduction> it = cpu::read_introduction(introduction);
-  return it && it->host == own_host() && cpu::PeerProcess(it->pid).has_exited();
+  return it && it->host == own_host() && cpu::PeerProcess(it->pid).is_ending();
 }
 
 Processes::Processes(int32_t rank, int32_t size, std::vector<std::string> introductions)
@@ -74,11 +80,26 @@ bool Processes::has_exited(int32_t rank) const {
   return !members_.empty() && members_[rank].process && members_[rank].process->has_exited();
 }
 
+bool Processes::is_ending(int32_t rank) const {
+  return !members_.empty() && members_[rank].process && members_[rank].process->is_ending();
+}
+
 std::string Processes::exited() const {
-  for (size_t rank = 0; rank < members_.size(); ++rank) {
-    if (has_exited(static_cast<int32_t>(rank))) return "the process of rank " + std::to_string(rank) + " has exited";
+  for (int32_t rank = 0; rank < static_cast<int32_t>(members_.size()); ++rank) {
+    if (has_exited(rank)) return words_of(rank);
   }
   return {};
+}
+
+std::string Processes::exited_by_now() const {
+  const auto deadline = std::chrono::steady_clock::now() + kSettling;
+  while (true) {
+    for (int32_t rank = 0; rank < static_cast<int32_t>(members_.size()); ++rank) {
+      if (is_ending(rank)) return words_of(rank);
+    }
+    if (std::chrono::steady_clock::now() >= deadline) return {};
+    std::this_thread::sleep_for(kPause);
+  }
 }
 
 std::string Processes::obstacle() const {

@@ -16,7 +16,7 @@ class Processes {
   // What this process says of itself to the other ranks, another text each time.
   static std::string introduction();
 
-  // True if a process of this host that introduced itself so has ended.
+  // True if a process of this host that introduced itself so has ended, or is about to.
   static bool has_exited(const std::string& introduction);
 
   // By rank; none: nothing is known of anyone. Throws c10::ValueError for a number of them that is not the group's,
@@ -34,8 +34,14 @@ class Processes {
   // False for this rank, and for ranks of other hosts, whose end only their connections tell.
   bool has_exited(int32_t rank) const;
 
+  // The same, and true also while the process ends: for those who have met a failure already.
+  bool is_ending(int32_t rank) const;
+
   // "the process of rank 1 has exited", empty if none has.
   std::string exited() const;
+
+  // The same of those that are ending, for who has lost a connection: waits a moment for it to show.
+  std::string exited_by_now() const;
 
   // Why these ranks share no memory, the same text on all of them; empty if they do.
   std::string obstacle() const;

@@ -31,22 +31,22 @@ std::vector<std::string> StoreRounds::exchange(const std::string& text) {
       known = who_cannot_come(keys);
       TORCH_CHECK_WITH(DistBackendError, known.empty(), known);
     });
+    auto texts = answer_within(left_to_ask(start, timeout_), [store = store_, keys] {
+      std::vector<std::string> said;
+      for (const std::string& each : keys) said.push_back(store->get_to_str(each));
+      return said;
+    });
+    require_answer(texts.has_value());
+    ++round_;
+    return std::move(*texts);
   } catch (const pybind11::error_already_set&) {
     throw;
   } catch (const std::exception& error) {
     if (!known.empty()) throw;
     const auto* torch_error = dynamic_cast<const c10::Error*>(&error);
-    TORCH_CHECK_WITH(DistBackendError, false, "rank ", missing_ranks(), " did not come within ", timeout_.count(),
-                     " ms (", torch_error != nullptr ? torch_error->what_without_backtrace() : error.what(), ")");
+    fail_waiting(torch_error != nullptr ? torch_error->what_without_backtrace() : error.what(),
+                 std::chrono::duration_cast<std::chrono::milliseconds>(std::chrono::steady_clock::now() - start));
   }
-  auto texts = answer_within(left_to_ask(start, timeout_), [store = store_, keys] {
-    std::vector<std::string> said;
-    for (const std::string& each : keys) said.push_back(store->get_to_str(each));
-    return said;
-  });
-  require_answer(texts.has_value());
-  ++round_;
-  return std::move(*texts);
 }
 
 std::string StoreRounds::who_cannot_come(const std::vector<std::string>& keys) {
@@ -81,8 +81,8 @@ std::optional<bool> StoreRounds::holds(const std::vector<std::string>& keys) con
   return answer_within(kShortly, [store = store_, keys] { return store->check(keys); });
 }
 
-// A store that has gone with its process, or is stopped, answers nothing: then nobody can be named.
-std::string StoreRounds::missing_ranks() const {
+// Nothing where the store has gone with its process, or is stopped: then it names nobody.
+std::optional<std::string> StoreRounds::missing_ranks() const {
   std::string ranks;
   for (int32_t rank = 0; rank < size_; ++rank) {
     std::optional<bool> there;
@@ -90,11 +90,23 @@ std::string StoreRounds::missing_ranks() const {
       there = holds({key(rank, round_)});
     } catch (const std::exception&) {
     }
-    if (!there) return "(unknown: the store does not answer)";
+    if (!there) return std::nullopt;
     if (*there) continue;
     ranks += (ranks.empty() ? "" : ", ") + std::to_string(rank);
   }
   return ranks;
+}
+
+void StoreRounds::fail_waiting(const std::string& cause, std::chrono::milliseconds waited) const {
+  if (const std::optional<std::string> missing = missing_ranks(); missing && !missing->empty()) {
+    TORCH_CHECK_WITH(DistBackendError, false, "rank ", *missing, " did not come within ", timeout_.count(), " ms (",
+                     cause, ")");
+  }
+  // The process that keeps the store may be a rank's.
+  const std::string exited = reports_.processes()->exited_by_now();
+  TORCH_CHECK_WITH(DistBackendError, false, exited, exited.empty() ? "" : ", and ",
+                   "the store no longer answers rank ", rank_, " after ", waited.count(), " ms (", cause,
+                   ")");
 }
 
 }  // namespace echo::pg

@@ -45,7 +45,8 @@ class StoreRounds {
   std::optional<bool> holds(const std::vector<std::string>& keys) const;
   std::string who_cannot_come(const std::vector<std::string>& keys);
   std::string key(int32_t rank, int round) const { return std::to_string(round) + "/" + std::to_string(rank); }
-  std::string missing_ranks() const;
+  std::optional<std::string> missing_ranks() const;
+  [[noreturn]] void fail_waiting(const std::string& cause, std::chrono::milliseconds waited) const;
 
   c10::intrusive_ptr<c10d::Store> store_;
   int32_t rank_;

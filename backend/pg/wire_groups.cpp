@@ -21,7 +21,7 @@ void WireGroups::set_timeout(std::chrono::milliseconds timeout) {
   for (const auto& [type, group] : groups_) group->setTimeout(timeout);
 }
 
-std::map<c10::DeviceType, BackendPtr> WireGroups::take_all() {
+BackendsByDevice WireGroups::take_all() {
   const std::lock_guard lock(mutex_);
   return std::exchange(groups_, {});
 }
@@ -32,9 +32,14 @@ void WireGroups::shutdown() {
 
 void WireGroups::tear_down() noexcept {
   try {
-    auto groups = take_all();
-    if (groups.empty()) return;
-    // Destroying a Gloo group closes its sockets, but waits for its exchanges under way first.
+    leave_to_thread(take_all());
+  } catch (...) {
+  }
+}
+
+void leave_to_thread(BackendsByDevice groups) noexcept {
+  if (groups.empty()) return;
+  try {
     std::thread([groups = std::move(groups)]() mutable {
       for (const auto& [type, group] : groups) {
         try {

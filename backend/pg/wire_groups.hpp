@@ -14,6 +14,12 @@ namespace echo::pg {
 
 using BackendPtr = c10::intrusive_ptr<c10d::Backend>;
 
+using BackendsByDevice = std::map<c10::DeviceType, BackendPtr>;
+
+// Aborts and destroys them on a thread of its own. Never blocks: destroying a Gloo group closes its connections, but
+// waits for its exchanges under way first.
+void leave_to_thread(BackendsByDevice groups) noexcept;
+
 class WireGroups {
  public:
   // `make` is collective over the group and may take the GIL.
@@ -33,16 +39,15 @@ class WireGroups {
   void set_timeout(std::chrono::milliseconds timeout);
   void shutdown();
 
-  // Closes the connections, so that peers notice soon. Never blocks: what waits for peers is left to a thread of its
-  // own.
+  // Closes the connections, so that peers notice soon. Never blocks.
   void tear_down() noexcept;
 
  private:
-  std::map<c10::DeviceType, BackendPtr> take_all();
+  BackendsByDevice take_all();
 
   Make make_;
   std::mutex mutex_;
-  std::map<c10::DeviceType, BackendPtr> groups_;
+  BackendsByDevice groups_;
 };
 
 }  // namespace echo::pg

@@ -110,7 +110,7 @@ class Composition {
     const CallRecord record =
         make_call_record(plan_, call_.direction, call_.call_number, call_.exact_calls, shape_of(call_));
     device_.write_record(record, call_.rescale, bytes_of(record_));
-    exchanges_.all_gather(records_, record_)->wait();
+    wait(*exchanges_.all_gather(records_, record_));
     awaited_ = Awaited::kNothing;
     device_.open_call(bytes_of(records_));
   }
@@ -150,6 +150,12 @@ class Composition {
     if (call_.observer) call_.observer({.step = step, .call_number = call_.call_number, .lane = 0, .tile = tile});
   }
 
+  bool wait(c10d::Work& work) const {
+    if (!call_.wait) return work.wait();
+    call_.wait(work);
+    return true;
+  }
+
   // Calls body(), which is for `what` of a tile; if it throws, awaited() says so.
   template <typename Body>
   auto waiting_for(Awaited what, int64_t tile, Body body) {
@@ -181,7 +187,7 @@ class Composition {
   void reduce(int64_t tile) {
     Slot& at = slot(tile);
     const int64_t bytes = tile_bytes(plan_.codec, room(tile));
-    waiting_for(Awaited::kPushed, tile, [&] { return at.exchange->wait(); });
+    waiting_for(Awaited::kPushed, tile, [&] { return wait(*at.exchange); });
     std::vector<const std::byte*> peer_tiles(plan_.world_size);
     for (int32_t rank = 0; rank < plan_.world_size; ++rank) peer_tiles[rank] = bytes_of(at.received) + rank * bytes;
     device_.reduce(range(plan_.rank, tile), room(tile), peer_tiles.data(), bytes_of(at.reduced));
@@ -199,7 +205,7 @@ class Composition {
   void tail(int64_t tile) {
     Slot& at = slot(tile);
     const int64_t bytes = tile_bytes(plan_.codec, room(tile));
-    waiting_for(Awaited::kGathered, tile, [&] { return at.gather->wait(); });
+    waiting_for(Awaited::kGathered, tile, [&] { return wait(*at.gather); });
     observe(Step::kGatherSeen, tile);
     for (int32_t owner = 0; owner < plan_.world_size; ++owner) {
       device_.tail(range(owner, tile), room(tile), bytes_of(at.gathered) + owner * bytes);

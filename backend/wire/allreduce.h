@@ -6,6 +6,7 @@
 
 #include <chrono>
 #include <cstdint>
+#include <functional>
 
 #include <ATen/core/Tensor.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
@@ -32,6 +33,7 @@ struct Call {
   cuda::Disagreement* disagreement = nullptr;  // CUDA tensors: where the device leaves word that ranks disagree
   Observer observer;                           // for tests
   std::chrono::milliseconds timeout{0};        // of each inner collective; 0: the inner backend's own
+  std::function<void(c10d::Work&)> wait;       // for an inner collective; empty: its own wait()
 };
 
 // What one rank puts on the wire for other ranks; the same on all ranks.

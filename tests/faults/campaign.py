@@ -96,9 +96,13 @@ def left_processes(outcomes: list[Any]) -> list[str]:
 
 def inject(number: int, seed: int, device: str = "cpu") -> dict[str, Any]:
     """Run one injection; the line to be recorded."""
+    return inject_it(choose(number, seed, device))
+
+
+def inject_it(it: Injection) -> dict[str, Any]:
+    """Run this injection; the line to be recorded."""
     import torch.distributed as dist
 
-    it = choose(number, seed, device)
     start = time.monotonic()
     files = set(os.listdir("/dev/shm"))
     with tempfile.TemporaryDirectory() as folder:
