@@ -49,9 +49,7 @@ def run_survivors(rank: int, size: int, kind: str, folder: str) -> tuple[str, fl
     del caught  # holds the call's Work
     dist.destroy_process_group(group)
     ended = time.monotonic()
-    survivors: Any = dist.new_group(
-        range(size - 1), backend="echo", pg_options=options, use_local_synchronization=True
-    )
+    survivors: Any = dist.new_group(range(size - 1), backend="echo", pg_options=options, use_local_synchronization=True)
     tensor = contribution(rank)
     dist.all_reduce(tensor, group=survivors)
     assert is_close(tensor, size - 1)

@@ -120,7 +120,7 @@ def run_end_of_store(rank: int, size: int, folder: str, waiting: bool, fabric: s
     meeting.wait(["made/0", "made/1"])
     if rank == 0:
         # A process closes what it has open in order, connections first here; with this it counts as ended later.
-        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
         for _ in range(min(hard - 200, 50_000)):
             os.eventfd(0)

@@ -72,9 +72,9 @@ InnerGroups::Make later_maker(const py::object& make) {
 
 c10::intrusive_ptr<ProcessGroupEcho> make_group(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
                                                 const Config& config, const py::dict& inner_by_device,
-                                                const py::object& make_later, py::function make_wire, std::chrono::milliseconds timeout,
-                                                py::function make_derived, py::object pg_options,
-                                                const std::shared_ptr<Processes>& processes,
+                                                const py::object& make_later, py::function make_wire,
+                                                std::chrono::milliseconds timeout, py::function make_derived,
+                                                py::object pg_options, const std::shared_ptr<Processes>& processes,
                                                 bool prefers_device_barriers) {
   GroupSetup setup;
   setup.store = store;
@@ -240,8 +240,8 @@ void bind_group(py::module_& m) {
   py::class_<ProcessGroupEcho, c10d::Backend, c10::intrusive_ptr<ProcessGroupEcho>>(m, "ProcessGroupEcho",
                                                                                     py::dynamic_attr())
       .def(py::init(&make_group), py::arg("store"), py::arg("rank"), py::arg("size"), py::arg("config"),
-           py::arg("inner_by_device"), py::arg("make_later"), py::arg("make_wire"), py::arg("timeout"), py::arg("make_derived"),
-           py::arg("pg_options"), py::arg("processes"), py::arg("prefers_device_barriers"))
+           py::arg("inner_by_device"), py::arg("make_later"), py::arg("make_wire"), py::arg("timeout"),
+           py::arg("make_derived"), py::arg("pg_options"), py::arg("processes"), py::arg("prefers_device_barriers"))
       .def(
           "_all_reduce",
           [](ProcessGroupEcho& group, const at::Tensor& tensor, bool async_op,

@@ -12,8 +12,7 @@ ErrorNorms norms_of(const at::Tensor& error) {
 }  // namespace
 
 Diagnostics::Before Diagnostics::measure_before(const at::Tensor& tensor, const at::Tensor& correction,
-                                                c10d::Backend& inner,
-                                                const std::function<void(c10d::Work&)>& wait) {
+                                                c10d::Backend& inner, const std::function<void(c10d::Work&)>& wait) {
   const at::Tensor raw = tensor.flatten().to(at::kDouble);
   const at::Tensor added = correction.defined() ? correction.to(raw.options()) : at::zeros_like(raw);
   std::vector<at::Tensor> sums = {at::stack({raw, added})};

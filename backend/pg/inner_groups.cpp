@@ -46,8 +46,8 @@ BackendsByDevice InnerGroups::made() const {
 
 bool InnerGroups::may_have_device() const {
   const std::lock_guard lock(mutex_);
-  return later_ || std::any_of(made_.begin(), made_.end(),
-                               [](const auto& entry) { return entry.first != c10::DeviceType::CPU; });
+  return later_ ||
+         std::any_of(made_.begin(), made_.end(), [](const auto& entry) { return entry.first != c10::DeviceType::CPU; });
 }
 
 void InnerGroups::set_timeout(std::chrono::milliseconds timeout) {

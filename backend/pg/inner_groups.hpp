@@ -46,7 +46,7 @@ class InnerGroups {
  private:
   BackendPtr make_later();
 
-  std::mutex make_mutex_;  // held while one is made. Never taken with the GIL, which making takes
+  std::mutex make_mutex_;     // held while one is made. Never taken with the GIL, which making takes
   mutable std::mutex mutex_;  // guards what follows
   BackendsByDevice made_;
   Make later_;

@@ -201,8 +201,8 @@ WorkPtr ProcessGroupEcho::allreduce_exact(Tensors& tensors, const c10d::Allreduc
   } catch (const std::exception& error) {
     rename(error.what(), false);
   }
-  return collect(inner, c10::make_intrusive<ForwardedWork>(getRank(), std::move(work), core_->reports.processes(),
-                                                           rename));
+  return collect(inner,
+                 c10::make_intrusive<ForwardedWork>(getRank(), std::move(work), core_->reports.processes(), rename));
 }
 
 // What is compared says all that must be equal; bits and pass follow from it, or from what quantized calls compare.

@@ -58,8 +58,7 @@ wire::Receipt exchange_by(GroupCore& core, QuantizedCall& call) {
 void exchange(GroupCore& core, QuantizedCall& call) {
   Diagnostics::Before before;
   if (core.config.diagnostics) {
-    before =
-        Diagnostics::measure_before(call.wire.tensor, correction_of(call.wire), *call.inner, call.wire.wait);
+    before = Diagnostics::measure_before(call.wire.tensor, correction_of(call.wire), *call.inner, call.wire.wait);
   }
   const wire::Receipt receipt = exchange_by(core, call);
   core.workspace_bytes = core.workspace.bytes.defined() ? core.workspace.bytes.numel() : 0;

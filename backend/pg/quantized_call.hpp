@@ -43,7 +43,7 @@ struct GroupCore {
 
   const Config config;
   const FaultReports reports;
-  std::atomic<bool> aborting{false};  // by this rank's own will: what the others say is of no interest
+  std::atomic<bool> aborting{false};     // by this rank's own will: what the others say is of no interest
   std::atomic<bool> inner_waits{false};  // a forwarded call was given up that its inner backend still waits in
   GroupFault fault;
   DeviceFault device_fault;

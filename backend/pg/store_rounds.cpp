@@ -104,9 +104,8 @@ void StoreRounds::fail_waiting(const std::string& cause, std::chrono::millisecon
   }
   // The process that keeps the store may be a rank's.
   const std::string exited = reports_.processes()->exited_by_now();
-  TORCH_CHECK_WITH(DistBackendError, false, exited, exited.empty() ? "" : ", and ",
-                   "the store no longer answers rank ", rank_, " after ", waited.count(), " ms (", cause,
-                   ")");
+  TORCH_CHECK_WITH(DistBackendError, false, exited, exited.empty() ? "" : ", and ", "the store no longer answers rank ",
+                   rank_, " after ", waited.count(), " ms (", cause, ")");
 }
 
 }  // namespace echo::pg

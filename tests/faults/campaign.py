@@ -24,7 +24,7 @@ HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
 
 from injections import PATIENCE, Injection, choose  # noqa: E402
-from participant import Outcome, run_injection  # noqa: E402
+from participant import Outcome, diary_of, run_injection  # noqa: E402
 from ranks import RankError, run_ranks  # noqa: E402
 
 NOTICED = "has exited"
@@ -64,15 +64,25 @@ def wrong_words(it: Injection, rank: int, text: str) -> list[str]:
     return [f"rank {rank}: the error does not name {what}: {text}" for what in wrong]
 
 
-def judge(it: Injection, outcomes: list[Any]) -> list[str]:
-    """What is not as promised."""
+def last_seen(folder: str, rank: int) -> tuple[str, float]:
+    """What a rank that returned nothing was doing, and for how many seconds by now."""
+    try:
+        diary = json.loads(diary_of(folder, rank).read_text())
+    except (OSError, ValueError):
+        return "starting", 0.0
+    return diary["doing"], time.monotonic() - diary["since"]
+
+
+def judge(it: Injection, outcomes: list[Any], unfinished: dict[int, tuple[str, float]]) -> list[str]:
+    """What is not as promised; `unfinished` tells of ranks that returned nothing what they were doing for how long."""
     problems = []
     for rank, outcome in enumerate(outcomes):
         gone = rank == it.victim and it.ends_process
         if isinstance(outcome, RankError):
             ended = "exit code -9" if it.action == "kill" else "exit code 3"
             if not (gone and ended in str(outcome)):
-                problems.append(f"rank {rank}: {outcome}")
+                doing, seconds = unfinished[rank]
+                problems.append(f"rank {rank}: {outcome}; {doing} since {seconds:.1f} s")
             continue
         if gone:
             problems.append(f"rank {rank}: nothing struck it")
@@ -119,12 +129,15 @@ def inject_it(it: Injection) -> dict[str, Any]:
             env={"ECHO_LOG": "off"},
         )
         del server
-    problems = judge(it, outcomes) + left_processes(outcomes)
+        unfinished = {r: last_seen(folder, r) for r, outcome in enumerate(outcomes) if isinstance(outcome, RankError)}
+    problems = judge(it, outcomes, unfinished) + left_processes(outcomes)
     # Of this campaign's processes: others of the machine may come and go.
     if left := [name for name in set(os.listdir("/dev/shm")) - files if "echo" in name]:
         problems.append(f"left in shared memory: {left}")
     seen = {rank: outcome for rank, outcome in enumerate(outcomes) if isinstance(outcome, Outcome)}
     waited = [outcome.seconds for rank, outcome in seen.items() if rank != it.victim and outcome.text]
+    late = [rank for rank in unfinished if rank != it.victim and "did not finish" in str(outcomes[rank])]
+    waited += [unfinished[rank][1] for rank in late]
     return {
         **it.as_dict(),
         "timeout_s": it.timeout,

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import threading
 import time
+import traceback
 from collections import Counter
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -29,6 +31,15 @@ class Outcome:
     seconds: float = 0.0
     right: int = 0
     problems: list[str] = field(default_factory=list)
+    diary: Path = Path()
+
+    def begin(self, doing: str) -> None:
+        """Written down before it is done, for a rank that never gets to return this."""
+        self.diary.write_text(json.dumps({"doing": doing, "since": time.monotonic()}))
+
+
+def diary_of(folder: str, rank: int) -> Path:
+    return Path(folder, f"diary.{rank}")
 
 
 def contribution(rank: int, numel: int, call: int, it: Injection) -> torch.Tensor:
@@ -41,7 +52,7 @@ def echo_group(it: Injection, fabric: str, timeout: float, ranks: list[int] | No
 
     options = echo_pg.Options(
         policy="all", min_bytes=0, fabric=fabric, group_size=1024, bits=bits, workspace_bytes=4 << 20, timeout=timeout,
-        residual=it.residual, diagnostics=it.diagnostics, allow_shared_gpu=True,
+        residual=it.residual, diagnostics=it.diagnostics, allow_shared_gpu=it.device == "cuda",
     )  # fmt: skip
     return dist.new_group(
         ranks,
@@ -162,6 +173,7 @@ def make_calls(rank: int, it: Injection, groups: list[Any], expected: list[torch
             tensor = victims_call(it, number, tensor)
             exact = exact or (it.action == "forward" and call == it.call)
         before = tensor.clone()
+        outcome.begin(f"call {number}")
         start = time.monotonic()
         turn = groups if not (victim and it.action == "order" and call == it.call) else groups[::-1]
         for group in turn:
@@ -219,7 +231,7 @@ def run_injection(rank: int, size: int, it: Injection, folder: str, port: int) -
 
     if it.device == "cuda":
         torch.cuda.set_device(rank % torch.cuda.device_count())
-    outcome = Outcome(os.getpid())
+    outcome = Outcome(os.getpid(), diary=diary_of(folder, rank))
     Path(folder, f"pid.{rank}").write_text(str(os.getpid()))
     store = make_store(rank, size, it, folder, port)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=30))
@@ -230,6 +242,7 @@ def run_injection(rank: int, size: int, it: Injection, folder: str, port: int) -
     if victim and it.stage == "creating":
         threading.Timer(it.after, strike, [it.action]).start()
     groups: list[Any] = []
+    outcome.begin("making the group")
     start = time.monotonic()
     try:
         if it.action == "throw" and it.stage == "creating" and victim:
@@ -253,11 +266,19 @@ def run_injection(rank: int, size: int, it: Injection, folder: str, port: int) -
             time.sleep(it.timeout + PATIENCE)  # its program handles it and lives on
         if outcome.text and "this rank fails" not in outcome.text:
             check_that_it_stays_failed(rank, it, groups[-1 if it.action == "order" and victim else 0], outcome)
+    outcome.begin("ending the group")
+    ending = time.monotonic()
     while groups:
         dist.destroy_process_group(groups.pop())
+    if it.ends_process and time.monotonic() - ending > PATIENCE:
+        outcome.problems.append(f"the end of the group took {time.monotonic() - ending:.1f} s")
     if not victim:
         wake_the_victim(rank, it, folder)
-    finish(rank, it, outcome, before, folder)
+    try:
+        outcome.begin("going on after the fault")
+        finish(rank, it, outcome, before, folder)
+    except Exception:  # it must not hide what this rank saw of the fault
+        outcome.problems.append(f"it could not go on after the fault: {traceback.format_exc()}")
     return outcome
 
 

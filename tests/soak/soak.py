@@ -37,6 +37,7 @@ EPOCH_CALLS = 3000  # per group
 LARGE_EVERY = 12  # epochs
 WARM_UP = 0.3  # of a slice: memory pools fill
 FEWEST_EPOCHS = 8  # of a slice whose memory is judged
+SHORT_SLICE_EPOCHS = max(FEWEST_EPOCHS, LARGE_EVERY)  # so that memory is judged and a large tensor comes
 # glibc gives large blocks back to the system, until it has seen one go: then it keeps such blocks as pieces of a heap,
 # which are no leak and look like one. With a fixed limit it goes on giving them back. Read when a process starts.
 os.environ.setdefault("MALLOC_MMAP_THRESHOLD_", str(64 << 10))
@@ -178,9 +179,17 @@ def settled_footprint(pool: Pool, before: dict[str, int] | None) -> dict[str, in
 
 
 def run_slice(
-    rank: int, size: int, seed: int, calls: int, seconds: float, device: str, largest: int, epoch_calls: int
+    rank: int,
+    size: int,
+    seed: int,
+    calls: int,
+    seconds: float,
+    device: str,
+    largest: int,
+    epoch_calls: int,
+    fewest_epochs: int,
 ) -> dict[str, Any]:
-    """Epochs until one rank has made `calls` calls or the time is over."""
+    """Epochs until one rank has made `calls` calls or the time is over, and `fewest_epochs` in any case."""
     if torch.cuda.is_available() and device == "cuda":  # the question opens the driver's files, on CPU soaks too
         torch.cuda.set_device(rank % torch.cuda.device_count())
     schedule = Schedule(
@@ -192,7 +201,8 @@ def run_slice(
     made = mirrored = epochs = groups = replayed = 0
     history: list[tuple[int, dict[str, int]]] = []
     while True:
-        time_over = torch.tensor(int(made >= calls or time.monotonic() - start >= seconds))
+        enough = epochs >= fewest_epochs and (made >= calls or time.monotonic() - start >= seconds)
+        time_over = torch.tensor(int(enough))
         dist.all_reduce(time_over, op=dist.ReduceOp.MAX)
         if time_over:
             break
@@ -238,12 +248,19 @@ def growth(history: list[tuple[int, dict[str, int]]]) -> list[str]:
 
 
 def soak_slice(
-    seed: int, calls: int, seconds: float, device: str, largest: int, epoch_calls: int = EPOCH_CALLS
+    seed: int,
+    calls: int,
+    seconds: float,
+    device: str,
+    largest: int,
+    epoch_calls: int = EPOCH_CALLS,
+    fewest_epochs: int = 1,
 ) -> dict[str, Any]:
     """One set of processes; the line to be recorded."""
     size = (2, 3, 2, 4)[seed % 4] if device == "cpu" else 2
     start = time.monotonic()
-    outcomes = run_ranks(run_slice, size, seed, calls, seconds, device, largest, epoch_calls, timeout=seconds + 240)
+    arguments = (seed, calls, seconds, device, largest, epoch_calls, fewest_epochs)
+    outcomes = run_ranks(run_slice, size, *arguments, timeout=seconds + 240)
     first, last = outcomes[0]["history"][0][1], outcomes[0]["history"][-1][1]
     return {
         "seed": seed,

@@ -15,10 +15,13 @@ from torch import Tensor
 
 
 def test_a_short_soak() -> None:
-    """Of many short epochs, so that memory is judged and a large tensor comes."""
-    line = soak.soak_slice(9, calls=4000, seconds=60, device="cpu", largest=1 << 22, epoch_calls=150)
+    """Of many short epochs, as many as are judged whatever the machine's speed."""
+    line = soak.soak_slice(
+        9, calls=4000, seconds=60, device="cpu", largest=1 << 22, epoch_calls=150,
+        fewest_epochs=soak.SHORT_SLICE_EPOCHS,
+    )  # fmt: skip
     assert not line["problems"] and line["mirrored"] > 0, line
-    assert line["epochs"] >= max(soak.FEWEST_EPOCHS, soak.LARGE_EVERY), line
+    assert line["epochs"] >= soak.SHORT_SLICE_EPOCHS, line
 
 
 @pytest.mark.parametrize("options", schedule.PALETTE, ids=str)
