@@ -103,6 +103,25 @@ def test_ctrl_c_ends_a_call_within_a_second_and_tells_the_peers(
         assert "rank 0" in text, text
 
 
+def run_ctrl_c_forwarded(rank: int, size: int) -> tuple[float, float]:
+    """As above in a call that is not quantized. Gloo waits on; the group's end waits for it no more."""
+    group = patient_group("peer")
+    exact = torch.ones(1000, dtype=torch.float64)
+    dist.all_reduce(exact, group=group)
+    if rank == 1:
+        time.sleep(4)
+        return 0.0, 0.0
+    seconds = seconds_to_ctrl_c(lambda: dist.all_reduce(exact, group=group))
+    start = time.monotonic()
+    dist.destroy_process_group(group)
+    return seconds, time.monotonic() - start
+
+
+def test_ctrl_c_ends_a_forwarded_all_reduce_within_a_second() -> None:
+    seconds, ending = run_ranks(run_ctrl_c_forwarded, 2)[0]
+    assert seconds < 1 and ending < 1, (seconds, ending)
+
+
 def run_ctrl_c_at_creation(rank: int, size: int) -> float:
     if rank == 1:
         time.sleep(2)

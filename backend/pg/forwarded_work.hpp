@@ -6,6 +6,7 @@
 #include <string>
 
 #include <c10/util/Exception.h>
+#include <pybind11/pybind11.h>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
 #include "watched_wait.hpp"
@@ -14,15 +15,17 @@ namespace echo::pg {
 
 class ForwardedWork : public c10d::Work {
  public:
-  // Throws the error to raise in place of the one under way; `left`: Gloo was left waiting, for a process that ended.
-  using Rename = std::function<void(const std::string& cause, bool left)>;
+  // Throws the error to raise in place of the one under way.
+  using Rename = std::function<void(const std::string& cause)>;
 
+  // `leave` is called where nobody waits any more for what Gloo still waits in.
   ForwardedWork(int rank, c10::intrusive_ptr<c10d::Work> inner, std::shared_ptr<const Processes> processes,
-                Rename rename)
+                Rename rename, std::function<void()> leave)
       : Work(rank, c10d::OpType::ALLREDUCE),
         inner_(std::move(inner)),
         processes_(std::move(processes)),
-        rename_(std::move(rename)) {}
+        rename_(std::move(rename)),
+        leave_(std::move(leave)) {}
 
   bool isCompleted() override { return inner_->isCompleted(); }
   bool isSuccess() const override { return inner_->isSuccess(); }
@@ -39,16 +42,22 @@ class ForwardedWork : public c10d::Work {
     std::string exited;
     try {
       exited = wait_while_all_live(*inner_, *processes_, timeout);
+    } catch (const pybind11::error_already_set&) {  // of a signal handler
+      leave_();
+      throw;
     } catch (const c10::DistError& error) {
       if (!inner_->isCompleted()) throw;  // only the caller's own limit is over
-      rename_(error.what_without_backtrace(), false);
+      rename_(error.what_without_backtrace());
     } catch (const c10::Error&) {
       throw;  // a wrong call, which Gloo may notice as late as this
     } catch (const std::exception& error) {
       if (!inner_->isCompleted()) throw;
-      rename_(error.what(), false);
+      rename_(error.what());
     }
-    if (!exited.empty()) rename_(exited, true);
+    if (!exited.empty()) {
+      leave_();
+      rename_(exited);
+    }
     return true;
   }
   void synchronize() override { wait(kNoTimeout); }
@@ -58,6 +67,7 @@ class ForwardedWork : public c10d::Work {
   const c10::intrusive_ptr<c10d::Work> inner_;
   const std::shared_ptr<const Processes> processes_;
   const Rename rename_;
+  const std::function<void()> leave_;
 };
 
 }  // namespace echo::pg

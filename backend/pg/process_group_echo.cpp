@@ -188,8 +188,7 @@ WorkPtr ProcessGroupEcho::allreduce_exact(Tensors& tensors, const c10d::Allreduc
   }
   warn_if_idle(passes);
   if (!tensors[0].is_cpu()) return collect(inner, inner.allreduce(tensors, options));
-  const auto rename = [core = core_, what](const std::string& cause, bool left) {
-    if (left) core->inner_waits = true;
+  const auto rename = [core = core_, what](const std::string& cause) {
     const std::string text = what.text() + " failed: " + cause;
     TORCH_CHECK_WITH(DistBackendError, false, text, core->aborting ? std::string() : core->reports.exchange(text));
   };
@@ -199,10 +198,11 @@ WorkPtr ProcessGroupEcho::allreduce_exact(Tensors& tensors, const c10d::Allreduc
   } catch (const c10::Error&) {
     throw;  // a wrong call
   } catch (const std::exception& error) {
-    rename(error.what(), false);
+    rename(error.what());
   }
-  return collect(inner,
-                 c10::make_intrusive<ForwardedWork>(getRank(), std::move(work), core_->reports.processes(), rename));
+  const auto leave = [core = core_] { core->inner_waits = true; };
+  return collect(
+      inner, c10::make_intrusive<ForwardedWork>(getRank(), std::move(work), core_->reports.processes(), rename, leave));
 }
 
 // What is compared says all that must be equal; bits and pass follow from it, or from what quantized calls compare.

@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <optional>
 
+#include "signals.hpp"
+
 namespace echo::pg {
 namespace {
 
@@ -31,6 +33,7 @@ std::string wait_while_all_live(c10d::Work& work, const Processes& processes, mi
       if (work.isCompleted()) break;
       if (timeout != kNoTimeout && Clock::now() - start >= timeout) throw;
     }
+    run_signal_handlers();
     std::string exited = processes.exited();
     if (exited.empty()) continue;
     if (!noticed) noticed = Clock::now();

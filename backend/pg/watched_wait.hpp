@@ -14,8 +14,8 @@
 namespace echo::pg {
 
 // Returns "the process of rank 1 has exited" if that ended the wait: the work then goes on until its own time-out, and
-// owns its tensors. Empty if the work is complete. Throws what the work throws, and "Operation timed out!" as it does
-// after `timeout`.
+// owns its tensors. Empty if the work is complete. Throws what the work throws, "Operation timed out!" as it does after
+// `timeout`, and what a signal handler raises meanwhile.
 std::string wait_while_all_live(c10d::Work& work, const Processes& processes,
                                 std::chrono::milliseconds timeout = kNoTimeout);
 

@@ -12,6 +12,7 @@ import argparse
 import json
 import os
 import re
+import subprocess
 import sys
 import tempfile
 import time
@@ -183,6 +184,23 @@ def summarise(lines: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
+def about(seed: int, device: str) -> dict[str, Any]:
+    """Where a campaign ran, with which sources, and how to repeat it."""
+    import torch
+
+    git = subprocess.run(["git", "-C", HERE, "describe", "--always", "--dirty"], capture_output=True, text=True)
+    gpus = {"gpus": f"{torch.cuda.device_count()}x {torch.cuda.get_device_name(0)}"} if device == "cuda" else {}
+    return {
+        "seed": seed,
+        "device": device,
+        **gpus,
+        "cores": os.cpu_count(),
+        "torch": torch.__version__,
+        "date": time.strftime("%Y-%m-%d"),
+        "commit": git.stdout.strip() or "unknown",
+    }
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--injections", type=int, default=30)
@@ -213,7 +231,7 @@ def main() -> int:
                 flush=True,
             )
         lines += new
-    summary = summarise(lines)
+    summary = about(arguments.seed, arguments.device) | summarise(lines)
     if arguments.summary:
         arguments.summary.write_text(json.dumps(summary, indent=1) + "\n")
     print(json.dumps({name: value for name, value in summary.items() if name != "by_fault"}, indent=1))
