@@ -7,15 +7,16 @@ from typing import Any
 from . import build, options, report
 from .agreement import NO_WATCH, ProcessWatch
 
-# Per rank a connection of each inner group, one more while it is made, and the watch over its process; per group what
-# those have to listen and wait with, and the shared memory.
-_DESCRIPTORS_PER_RANK, _DESCRIPTORS_PER_GROUP = 4, 16
+# Beside Gloo's connection to each rank: what it listens and waits with, the watch over processes, and room to connect.
+# A process's first group was counted to hold 6 in all with 2 ranks on a host and 10 with 4; the exchange of quantized
+# calls takes more, at the first of them.
+_DESCRIPTORS_PER_GROUP = 8
 
 
 def require_descriptors(size: int) -> None:
     """Raises OSError where this process may not open what a group of that many ranks needs. Gloo and the store would
     meet it later, and tell of a lost connection or a time-out."""
-    needed = _DESCRIPTORS_PER_RANK * size + _DESCRIPTORS_PER_GROUP
+    needed = size + _DESCRIPTORS_PER_GROUP
     held = []
     try:
         held = [os.open("/", os.O_PATH | os.O_CLOEXEC)]
@@ -24,7 +25,7 @@ def require_descriptors(size: int) -> None:
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         raise OSError(
             error.errno,
-            f"{os.strerror(error.errno or 0)}: a group of {size} ranks needs up to {needed} file descriptors, and this "
+            f"{os.strerror(error.errno or 0)}: a group of {size} ranks needs {needed} file descriptors, and this "
             f"process can have {len(held)} more of its {limit} (ulimit -n)",
         ) from None
     finally:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import threading
 import time
@@ -19,6 +20,9 @@ import torch
 import torch.distributed as dist
 from held import held
 from injections import CALLS, LONG_TIMEOUT, PATIENCE, STEPS, TIMED_CALLS, Injection
+
+# In an error of which Gloo knows nothing.
+GLOO_WAITS_ON = re.compile(r"(waiting for the [^:;]*|failed): the process of rank \d+ has exited")
 
 
 @dataclass
@@ -291,8 +295,9 @@ def finish(rank: int, it: Injection, outcome: Outcome, before: Counter[str], fol
         grown = Counter()  # what a failed group maps on the device stays, since a kernel may still use it
         if (torch.ones(1, device="cuda") + 1).item() != 2:
             outcome.problems.append("the device does not work any more")
-    if it.stage == "creating" or "connections of all ranks" in outcome.text:
-        # What Gloo opened to connect to a process that ended or stopped meanwhile stays until it gives up.
+    if it.stage == "creating" or "connections of all ranks" in outcome.text or GLOO_WAITS_ON.search(outcome.text):
+        # What Gloo opened to connect to a process that ended or stopped meanwhile stays until it gives up, and so does
+        # what it still waits in because it did not notice that a process had ended.
         grown = Counter({name: count for name, count in grown.items() if "/dev/shm" in name})
     if grown:
         outcome.problems.append(f"left open: {dict(grown)}")
