@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import campaign
+import injections
 import pytest
+from participant import Outcome, diary_of
+from ranks import RankError
 
 JOBS = 6  # at a time; most of an injection is waiting for a time-out
 
@@ -28,3 +33,19 @@ def test_the_part_is_varied(lines: list[dict[str, Any]]) -> None:
     """That nothing passes because nothing was injected."""
     assert len({(line["action"], line["stage"], line["fabric"]) for line in lines}) >= 0.8 * min(len(lines), 100)
     assert sum(line["right_results"] for line in lines) > len(lines)
+
+
+def test_a_rank_that_returned_nothing_is_told_with_what_it_was_doing(tmp_path: Path) -> None:
+    """A rank that hangs, and one whose error came late: both are found, with their words and seconds."""
+    it = next(it for it in (injections.choose(n, 1) for n in range(500)) if it.action == "kill" and it.size == 3)
+    survivors = [rank for rank in range(3) if rank != it.victim]
+    outcomes: list[Any] = [RankError("ended with exit code -9 and no result")] * 3
+    outcomes[survivors[0]] = RankError("did not finish in time")
+    text = f"rank {survivors[1]} of 3: quantized all_reduce number 1 failed: the process of rank {it.victim} has exited"
+    outcomes[survivors[1]] = Outcome(0, text, seconds=it.timeout)
+    Outcome(0, diary=diary_of(str(tmp_path), survivors[0])).begin("call 1")
+    unfinished = {rank: campaign.last_seen(str(tmp_path), rank) for rank in (survivors[0], it.victim)}
+    assert unfinished[survivors[0]][0] == "call 1" and unfinished[it.victim] == ("starting", 0.0)
+    hung, late = sorted(campaign.judge(it, outcomes, unfinished), key=lambda problem: "instead of" in problem)
+    assert re.fullmatch(rf"rank {survivors[0]}: did not finish in time; call 1 since \d+\.\d s", hung), hung
+    assert late == f"rank {survivors[1]}: 60.0 s instead of 5.0: {text}"
