@@ -60,8 +60,8 @@ static inline void load_average(const Site& site, int which, const Batch& batch,
 }
 
 // ---- update -------------------------------------------------------------------------------------------------------
-// What an update reads and writes: nothing, or c, or c and m1. At the first site of a pass there is nothing to read, and
-// where one average forgets the old one it does as if it were there.
+// What an update reads and writes: nothing, or c, or c and m1. At the first site of a pass there is nothing to read,
+// and where one average forgets the old one it does as if it were there.
 enum class Update { kNone, kFirstOfOne, kFirstOfTwo, kOne, kTwo };
 
 static inline Update update_of(const Plan& plan) {
