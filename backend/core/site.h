@@ -3,7 +3,8 @@
 //   push    apply c, quantize what others own               (residual "local": update what was sent)
 //   reduce  decode the copies, sum in rank order, quantize   (residual "local": update what is owned)
 //   gather  the owner's code goes to everyone                (the exchange itself, no arithmetic)
-//   tail    decode, store in the tensor's dtype              (residual "group": update everything)
+//   tail    decode, store in the tensor's dtype              (residual "group": update everything, or afterwards from
+//                                                             copies, see kept_bytes of tile.h)
 #pragma once
 
 #include "config.h"

@@ -265,6 +265,7 @@ void bind_group(py::module_& m) {
       .def("_last_forward_sites", &ProcessGroupEcho::last_forward_sites)
       .def("_resume_after", &ProcessGroupEcho::resume_after, py::arg("forward_sites"))
       .def("_set_look_ahead", &ProcessGroupEcho::set_look_ahead, py::arg("tiles"))
+      .def("_join_update", &ProcessGroupEcho::join_update, py::arg("device"))
       .def("_stats", &stats_dict)
       .def("_options", &ProcessGroupEcho::getBackendOptions)
       .def("_fault", [](ProcessGroupEcho& group) { return group.report().fault; })

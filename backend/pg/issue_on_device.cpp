@@ -25,6 +25,17 @@ void ProcessGroupEcho::check_capture(c10::Device device) const {
               "CUDA graph with diagnostics=True, which reads every result on the host");
 }
 
+void ProcessGroupEcho::join_update(c10::Device device) {
+  const std::lock_guard lock(issue_mutex_);
+  const auto* const outcome = device.is_cuda() ? core_->cuda_fabrics.outcome(device) : nullptr;
+  if (outcome == nullptr || !outcome->fabric) return;
+  const c10::Stream stream = c10::impl::VirtualGuardImpl(device.type()).getStream(device);
+  // A call's turn, though there is none: the next one waits for this stream, which alone knows of the update then.
+  StreamOrder::Turn turn(CudaFabrics::order_of(device), stream, 0);
+  CudaFabrics::join_update(*outcome->fabric, stream, false);
+  turn.finish();
+}
+
 // Asynchronous calls run on a stream of the group's own, others on the caller's. Calls share buffers and state, and
 // over peer memory the device, so each waits for the one before.
 WorkPtr ProcessGroupEcho::run_on_stream(QuantizedCall call, const CallOptions& options) {

@@ -111,6 +111,8 @@ class ProcessGroupEcho : public c10d::Backend {
   // For benchmarks: look-ahead of later calls over peer memory on CPU, in tiles; the default is kLookAhead, 0 takes
   // the overlap out. Equal on all ranks. Throws c10::ValueError outside [0, kLookAhead].
   void set_look_ahead(int64_t tiles);
+  // The device's current stream waits for the update that the latest call has left to a stream of its own, if any.
+  void join_update(c10::Device device);
 
   GroupReport report();
   std::vector<SiteErrors> site_errors(Direction direction) const { return core_->diagnostics.errors(direction); }

@@ -159,6 +159,7 @@ void bind_testing(py::module_& m) {
               py::arg("world_size") = 2, py::arg("isa") = "");
   testing.def("correction", &correction, py::arg("like"), py::arg("config"), py::arg("state"), py::arg("isa") = "");
   testing.def("state_bytes", &state_slot_bytes, py::arg("like"), py::arg("config"));
+  testing.attr("deferred_update_bytes") = kDeferredUpdateBytes;
   testing.def("read_handle", &read_handle, py::arg("text"));
   testing.def("reread_introduction", &reread_introduction, py::arg("text"));
   testing.def("bound_device", [](const c10d::Backend& backend) { return backend.getBoundDeviceId(); });

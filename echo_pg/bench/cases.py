@@ -24,6 +24,7 @@ class Row:
     changes: fields of `echo_pg.Options`; kind "echo" and "unfused" only.
     shipped: keep min_bytes and dtypes as shipped, so that small or unlisted tensors are forwarded.
     look_ahead: tiles that push runs ahead; None for the tuned number.
+    then_update: the update that the call leaves to a stream of its own is waited for, and timed with it.
     then_matmul: a matrix multiplication follows the call and is timed with it.
     on_request: measured only if --rows names it.
     """
@@ -34,6 +35,7 @@ class Row:
     changes: dict[str, Any] = field(default_factory=dict)
     shipped: bool = False
     look_ahead: int | None = None
+    then_update: bool = False
     then_matmul: bool = False
     on_request: bool = False
 
@@ -86,6 +88,11 @@ _UNFUSED = Row("unfused4", "4 bits, group, feedback in separate operations", kin
 _LOCAL2_TENSOR = Row(
     "local2-tensor", "4 bits, local, two averages, state in the tensor's dtype", changes=TWO_AVERAGES | TENSOR
 )
+# The tensor is the caller's again before the update has run; "group" is the time until then.
+_GROUP_CUDA = Row("group", "4 bits, group, two averages, update on its own stream", changes=GROUP)
+_GROUP_UPDATED = Row(
+    "group+update", "4 bits, group, two averages, until its update ends", changes=GROUP, then_update=True
+)
 _NCCL = Row("nccl", "NCCL", kind="inner")
 
 
@@ -94,9 +101,10 @@ def _with_matmul(row: Row) -> Row:
     return Row(**(vars(row) | changed))
 
 
+_ECHO_CUDA_ROWS = tuple(_GROUP_CUDA if row.name == _GROUP_CUDA.name else row for row in _ECHO_ROWS)
 _COMPENSATED = (
     _UNFUSED,
-    *(row for row in _ECHO_ROWS if row.changes.get("feedback", True)),
+    *(row for row in _ECHO_CUDA_ROWS if row.changes.get("feedback", True)),
     _LOCAL2_TENSOR,
 )
 CUDA_ROWS = (
@@ -104,7 +112,8 @@ CUDA_ROWS = (
     Row("two8", "two collectives, 8 bits", kind="two_collective", changes=PLAIN8),
     Row("two4", "two collectives, 4 bits", kind="two_collective", changes=PLAIN4),
     Row("two-shot", "symmetric memory, two-shot", kind="two_shot"),
-    *_ECHO_ROWS,
+    *_ECHO_CUDA_ROWS,
+    _GROUP_UPDATED,
     _LOCAL2_TENSOR,
     _UNFUSED,
     *_WIRE_ROWS,

@@ -41,6 +41,9 @@ class Collective:
     def all_reduce(self, tensor: Any) -> None:
         dist.all_reduce(tensor, group=self.group)
 
+    def join_update(self, device: Any) -> None:
+        """The current stream waits for what the call has left to another one."""
+
     def counters(self) -> dict[str, Any]:
         """calls_quantized, wire_bytes and forwarded (by reason) so far; empty for what is not echo."""
         return {}
@@ -77,6 +80,9 @@ class Echo(Collective):
 
     def new_pass(self) -> None:
         report.new_pass("forward", self.group)
+
+    def join_update(self, device: Any) -> None:
+        report._echo_of(self.group)._join_update(device)
 
     def counters(self) -> dict[str, Any]:
         return report.stats(self.group)

@@ -4,8 +4,9 @@ Timing: in each iteration every row runs once, first a different one each time. 
 first site of a new pass (rows with feedback: it skips the correction, so the second is timed), a fresh copy of the
 input (all-reduces work in place and would grow it), and a barrier. The time of an iteration is that of its slowest
 rank. On CUDA what a call leaves running beside later work (the update of "group") is not in its time; the rows with a
-matrix multiplication after it show what that costs; and the device has a head start of work, so that a call lies in its
-queue when its time begins, as in a model whose host runs ahead. The host's clock times each call until it returns.
+matrix multiplication after it show what that costs, "group+update" how long it takes; and the device has a head start
+of work, so that a call lies in its queue when its time begins, as in a model whose host runs ahead. The host's clock
+times each call until it returns.
 """
 
 from __future__ import annotations
@@ -229,6 +230,8 @@ class Rank:
                 clock.start(index)
                 row.all_reduce(buffer)
                 clock.returned()
+                if row.row.then_update:
+                    row.join_update(self.device)
                 if follow is not None and row.row.then_matmul:
                     follow()
                 clock.stop()

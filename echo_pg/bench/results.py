@@ -142,6 +142,7 @@ def records(common: Record, ranks: int, dtype: str, size_bytes: int, rows: list[
                 "baseline": baseline,
                 "options": plain_options(measured.options),
                 "look_ahead": measured.row.look_ahead,
+                "then_update": measured.row.then_update,
                 "then_matmul": measured.row.then_matmul,
                 "path": measured.path,
                 "note": measured.note,

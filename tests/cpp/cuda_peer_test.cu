@@ -1,10 +1,10 @@
-// The one-kernel composition over peer memory against the CPU stages, byte for byte: the ranks of this process are
-// spread over the devices there are, with few lanes each so that the kernels of all ranks fit a device together.
+// The one-kernel composition over peer memory, and the update that may come after it, against the CPU stages, byte for
+// byte.
 //
 //   cuda_peer_test [plans = 300] [seed = 1] [share = 1] [part of a test's name]
 //
 // share: large tensors, and the lanes they go over, are smaller by as much. Needs no torch; built like
-// cuda_stages_test.cu, with backend/cuda/peer_*.cu and backend/core/fault_text.cpp.
+// cuda_stages_test.cu, with all of backend/cuda/*.cu and backend/core/fault_text.cpp.
 #include <cuda_runtime.h>
 
 #include <cstdlib>
@@ -67,9 +67,9 @@ bool check_case(const StageCase& whole, World& world, Random& random, Update upd
     synchronize(world, c.plan.world_size);
     run_on_cpu(c, layout, image.data());
     std::string difference = world.group(0).describe_fault();
-    if (difference.empty()) difference = compare_all(c, layout, image, memories, compare_tensor);
+    if (difference.empty()) difference = compare(c, layout, image, memories, Part::kTensor);
     if (update == Update::kAfterCall) update_after(c, world, memories, calls);
-    if (difference.empty()) difference = compare_all(c, layout, image, memories, compare_state);
+    if (difference.empty()) difference = compare(c, layout, image, memories, Part::kState);
     if (difference.empty()) continue;
     CHECK_EQ("site " + std::to_string(site) + ", " + difference + ", " + describe(c), "");
     return false;
@@ -185,7 +185,7 @@ ECHO_TEST(captured_calls_replay) {
     }
     synchronize(world, 2);
     run_on_cpu(c, layout, image.data());
-    const std::string difference = compare_both(c, layout, image, memories);
+    const std::string difference = compare(c, layout, image, memories);
     CHECK_EQ(difference, "");
     if (!difference.empty()) break;
   }
@@ -273,11 +273,36 @@ ECHO_TEST(a_fault_of_one_lane_leaves_no_number_of_the_others) {
     if (world.group(0).fault().kind != FaultKind::kNone) ++faults;
     run_on_cpu(c, layout, image.data());
     for (const auto& memory : memories) {
-      const std::string difference = compare_tensor(c, layout, image, *memory);
+      const std::string difference = compare(c, layout, image, *memory);
       if (!difference.empty() && !all_nan(c, *memory)) CHECK_EQ("neither right nor all NaN, " + difference, "");
     }
   }
   CHECK(faults > 0);
+}
+
+// What it kept may be anything.
+ECHO_TEST(the_update_of_a_failed_call_writes_nothing) {
+  StageCase c;
+  c.plan.world_size = 2;
+  c.plan.numel = 128 * 300;
+  c.plan.first_site = false;
+  c.plan.feedback = make_feedback(Residual::kGroup, StateDType::kInt8, 0.75, 0.35, 0.7, 0.3);
+  c.tile_groups = segment_groups(c.plan);
+  World world(2, 2, 1600);
+  Memories memories = allocate(c);
+  const RankMemory& memory = *memories[0];
+  check_cuda(cudaSetDevice(0));
+  check_cuda(cudaMemset(memory.state, 0, state_bytes(c.plan)));
+  check_cuda(cudaDeviceSynchronize());
+  cuda::PeerCall call = call_of(c, world, memory);
+  call.timeout = std::chrono::milliseconds(300);
+  call.kept = memory.kept;
+  world.group(0).all_reduce(call);
+  world.group(0).update(call, world.stream(0));
+  synchronize(world, 1);
+  CHECK(world.group(0).fault().kind == FaultKind::kTimeout);
+  const std::vector<std::byte> zeros(state_bytes(c.plan));
+  CHECK_EQ(difference(memory, memory.state, zeros.data(), state_bytes(c.plan), "state"), "");
 }
 
 }  // namespace

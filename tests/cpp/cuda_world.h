@@ -108,7 +108,7 @@ struct RankMemory {
   std::byte* tensor_base = nullptr;
   std::byte* tensor = nullptr;
   std::byte* state = nullptr;
-  std::byte* kept = nullptr;  // what a call keeps for an update after it
+  std::byte* kept = nullptr;
 };
 
 inline cuda::PeerCall call_of(const StageCase& c, World& world, const RankMemory& memory) {
@@ -149,31 +149,32 @@ inline std::string difference(const RankMemory& memory, const std::byte* device,
   return {};
 }
 
-inline std::string compare_tensor(const StageCase& c, const Layout& layout, const std::vector<std::byte>& image,
-                                  const RankMemory& memory) {
-  return difference(memory, memory.tensor, image.data() + layout.tensor_of(memory.rank),
-                    c.plan.numel * dtype_bytes(c.plan.dtype), "tensor");
+enum class Part { kTensor, kState };
+
+inline std::string compare(const StageCase& c, const Layout& layout, const std::vector<std::byte>& image,
+                           const RankMemory& memory, Part part) {
+  const std::byte* expected = image.data();
+  if (part == Part::kState) {
+    return difference(memory, memory.state, expected + layout.state_of(memory.rank), state_bytes(c.plan), "state");
+  }
+  const int64_t bytes = c.plan.numel * dtype_bytes(c.plan.dtype);
+  return difference(memory, memory.tensor, expected + layout.tensor_of(memory.rank), bytes, "tensor");
 }
 
-inline std::string compare_state(const StageCase& c, const Layout& layout, const std::vector<std::byte>& image,
-                                 const RankMemory& memory) {
-  return difference(memory, memory.state, image.data() + layout.state_of(memory.rank), state_bytes(c.plan), "state");
+inline std::string compare(const StageCase& c, const Layout& layout, const std::vector<std::byte>& image,
+                           const RankMemory& memory) {
+  std::string text = compare(c, layout, image, memory, Part::kTensor);
+  return text.empty() ? compare(c, layout, image, memory, Part::kState) : text;
 }
 
-// The first difference that compare_one finds among the ranks.
-template <typename CompareOne>
-std::string compare_all(const StageCase& c, const Layout& layout, const std::vector<std::byte>& image,
-                        const Memories& memories, CompareOne compare_one) {
+// The same of all ranks, and of one part or both.
+template <typename... Parts>
+std::string compare(const StageCase& c, const Layout& layout, const std::vector<std::byte>& image,
+                    const Memories& memories, Parts... parts) {
   for (const auto& memory : memories) {
-    if (std::string text = compare_one(c, layout, image, *memory); !text.empty()) return text;
+    if (std::string text = compare(c, layout, image, *memory, parts...); !text.empty()) return text;
   }
   return {};
-}
-
-inline std::string compare_both(const StageCase& c, const Layout& layout, const std::vector<std::byte>& image,
-                                const Memories& memories) {
-  const std::string text = compare_all(c, layout, image, memories, compare_tensor);
-  return text.empty() ? compare_all(c, layout, image, memories, compare_state) : text;
 }
 
 inline Memories allocate(const StageCase& c) {
