@@ -7,7 +7,9 @@ import sys
 import time
 from pathlib import Path
 
-import echo_pg._C as extension
+from echo_pg import build
+
+extension = build.extension()
 
 HOLDER = """
 import os, resource, time
