@@ -247,7 +247,7 @@ def draw(made: list[Record], folder: Path, stem: str) -> list[Path]:
             axis.grid(color="#e0e0e0", linewidth=0.8)
             axis.set_ylim(bottom=0)
             axis.spines[["top", "right"]].set_visible(False)
-            axis.legend(fontsize=9, frameon=False)
+            axis.legend(fontsize=9, frameon=False, ncols=2, loc="upper center", bbox_to_anchor=(0.5, -0.12))
         figure.suptitle(f"{first['shape']}, {first['ranks']} ranks, {first['device_name']}, torch {first['torch']}")
         paths.append(folder / f"{stem}-{first['shape']}-{number}.png")
         figure.savefig(paths[-1], dpi=130)
