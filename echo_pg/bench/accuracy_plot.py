@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from .accuracy_results import SAME_RUN, Record, growth_of, only_in
-from .accuracy_rows import REFERENCE, ROWS, SETS
+from .accuracy_results import SAME_RUN, Record, growth_of, parts_of
+from .accuracy_rows import REFERENCE
 from .results import by
 
 _COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00")
@@ -24,10 +24,9 @@ def draw(made: list[Record], folder: Path, stem: str) -> list[Path]:
         for record in run:
             if record["part"] == "scores":
                 scores.setdefault(record["row"], record)
-        for chosen in SETS:
-            rows = [row.name for row in ROWS if chosen in row.sets and row.name in scores and row.name != REFERENCE]
-            if any(row in rows for row in only_in(chosen)) and REFERENCE in scores:
-                paths.append(folder / f"{name}-{chosen}.png")
+        for chosen, named in parts_of(scores) if REFERENCE in scores else ():
+            if rows := [row for row in named if row != REFERENCE]:
+                paths.append(folder / f"{name}-{chosen.replace(' ', '-')}.png")
                 _rows(rows, scores, chosen, paths[-1])
         growth = [record for record in run if record["part"] == "growth"]
         if growth:

@@ -88,10 +88,8 @@ def tables(made: list[Record]) -> list[tuple[str, str]]:
     for run in by(made, *SAME_RUN):
         scores = _unique(record for record in run if record["part"] == "scores")
         greedy = _unique(record for record in run if record["part"] == "greedy")
-        for name in SETS:
-            rows = [row.name for row in ROWS if name in row.sets and row.name in scores]
-            if any(row in rows for row in only_in(name)):
-                found.append((f"{heading(run[0])}: {name}", table(rows, scores, greedy)))
+        for name, rows in parts_of(scores):
+            found.append((f"{heading(run[0])}: {name}", table(rows, scores, greedy)))
         others = [name for name in scores if name not in {row.name for row in ROWS}]
         if others:
             found.append((f"{heading(run[0])}: other rows", table([REFERENCE, *others], scores, greedy)))
@@ -101,9 +99,14 @@ def tables(made: list[Record]) -> list[tuple[str, str]]:
     return found
 
 
-def only_in(name: str) -> list[str]:
-    """The rows that belong to one set alone; without any of them its table would say nothing new."""
-    return [row.name for row in ROWS if row.sets == (name,)]
+def parts_of(scores: Iterable[str]) -> list[tuple[str, list[str]]]:
+    """(set, those of the rows that are in it) of the sets that have a row of their own, without which their table would
+    say nothing new; ("some rows", all of them) where no set has one."""
+    there = [row for row in ROWS if row.name in set(scores)]
+    own = {row.sets[0] for row in there if len(row.sets) == 1}
+    if not own:
+        return [("some rows", [row.name for row in there])] if there else []
+    return [(name, [row.name for row in there if name in row.sets]) for name in SETS if name in own]
 
 
 def _unique(records: Iterable[Record]) -> dict[str, Record]:

@@ -242,10 +242,11 @@ def draw(made: list[Record], folder: Path, stem: str) -> list[Path]:
             f"{_TITLES[first['phase']]}, {first['batch']} x {first['length']} tokens", fontsize=10, loc="left"
         )
         right.set_title(f"all-reduce of {log.byte_size(largest)} alone", fontsize=10, loc="left")
+        left.margins(y=0.15)  # not from 0: models gain a few percent
+        right.set_ylim(bottom=0)
         for axis in (left, right):
             axis.set_xlabel("background copies, % of the time")
             axis.grid(color="#e0e0e0", linewidth=0.8)
-            axis.set_ylim(bottom=0)
             axis.spines[["top", "right"]].set_visible(False)
             axis.legend(fontsize=9, frameon=False, ncols=2, loc="upper center", bbox_to_anchor=(0.5, -0.12))
         figure.suptitle(f"{first['shape']}, {first['ranks']} ranks, {first['device_name']}, torch {first['torch']}")
