@@ -9,7 +9,7 @@ from .accuracy_results import SAME_RUN, Record, growth_of, parts_of
 from .accuracy_rows import REFERENCE
 from .results import by
 
-_COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00")
+_COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#000000")
 
 
 def draw(made: list[Record], folder: Path, stem: str) -> list[Path]:
@@ -71,7 +71,8 @@ def _sites(made: list[Record], path: Path) -> None:
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(1, 3, figsize=(15, 4.6), constrained_layout=True)
-    for record, colour in zip(made, _COLOURS, strict=False):
+    for number, record in enumerate(made):
+        colour = _COLOURS[number % len(_COLOURS)]
         sites, label = record["sites"], record["row"].removeprefix("growth: ")
         style: dict[str, Any] = {"color": colour, "label": label, "linewidth": 1.6}
         if growth_of(sites[0], "x") is not None:
