@@ -14,6 +14,7 @@ from collections.abc import Callable
 from concurrent.futures import wait
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 from . import alias, build, compatibility, log, options, passes, processes
@@ -165,9 +166,15 @@ def _later_cuda(place: Place, inner_options: Any) -> Callable[[str], Any] | None
 
     shown = place.shares_gpus or alias.stands_for_nccl() or inner_options is not None
     shown = shown or _bound_device() or torch.cuda.is_initialized()
-    if shown or _nccl_class() is None or not dist.is_gloo_available():
+    if shown or not _may_have_gpus() or _nccl_class() is None or not dist.is_gloo_available():
         return None
     return lambda device_type: _make_nccl(place, "pass", inner_options)
+
+
+def _may_have_gpus() -> bool:
+    """Whether NVIDIA's driver is on this machine, without asking it: where it is not, what torch would use for
+    CUDA tensors is not promised to anyone."""
+    return any(Path(name).exists() for name in ("/dev/nvidiactl", "/dev/dxg"))
 
 
 def _derived_place(parent: Place, store: Any, rank: int, size: int, ranks: list[int], given: Any) -> Place:
@@ -244,7 +251,7 @@ def _make_gloo(place: Place, role: str, device_type: str) -> Any:
     deadline = time.monotonic() + (place.timeout + _CONNECT_GRACE).total_seconds()
     try:
         watched = place.processes is not None and place.size > 1
-        gloo = _while_all_live(connect, place, deadline) if watched else connect()
+        gloo = _while_all_live(connect, place, role, deadline) if watched else connect()
         _meet(gloo, place, deadline)
     except Exception as error:
         if gloo is not None:
@@ -256,7 +263,7 @@ def _make_gloo(place: Place, role: str, device_type: str) -> Any:
     return gloo
 
 
-def _while_all_live(connect: Callable[[], Any], place: Place, deadline: float) -> Any:
+def _while_all_live(connect: Callable[[], Any], place: Place, role: str, deadline: float) -> Any:
     """What `connect` returns or raises; DistBackendError as soon as a process of the group has ended or a rank has
     reported a failure, or after the deadline.
 
@@ -265,6 +272,11 @@ def _while_all_live(connect: Callable[[], Any], place: Place, deadline: float) -
     """
     from torch.distributed import DistBackendError
 
+    def reported() -> str:
+        return str(build.extension().first_report(place.own_store, place.rank, place.size, place.processes))
+
+    # A group at work may have survived a forwarded call that failed: its report says nothing of this connecting.
+    known = reported() if role != "pass" else ""
     outcome = on_thread("echo-connect", connect)
     next_question = time.monotonic() + _ASK_PERIOD
     while True:
@@ -278,7 +290,7 @@ def _while_all_live(connect: Callable[[], Any], place: Place, deadline: float) -
         if now > deadline:
             raise _timed_out(place)
         if now > next_question:
-            if report := build.extension().first_report(place.own_store, place.rank, place.size, place.processes):
+            if (report := reported()) not in ("", known):
                 raise DistBackendError(report)
             next_question = now + _ASK_PERIOD
 

@@ -33,6 +33,7 @@ def imitate_gpus() -> list[str]:
         asked.append("device_count")
         return 2
 
+    creation._may_have_gpus = lambda: True
     creation._nccl_class = lambda: Nccl
     creation._make_nccl = nccl
     torch.cuda.device_count = count

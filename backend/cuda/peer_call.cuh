@@ -108,7 +108,8 @@ __device__ __forceinline__ void close_peer_call(const PeerJob& job) {
     __threadfence();
   }
   if (__syncthreads_or(is_last) == 0) return;
-  if (*static_cast<volatile uint32_t*>(&job.group->fault_taken) != 0) {
+  const bool failed = threadIdx.x == 0 && *static_cast<volatile uint32_t*>(&job.group->fault_taken) != 0;
+  if (__syncthreads_or(failed) != 0) {
     fill_tiles_with_nan<kDType>(job, 0, 1);
     __syncthreads();
   }

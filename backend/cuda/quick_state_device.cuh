@@ -64,7 +64,7 @@ static __device__ __forceinline__ void start_stored_copies(const Lane<Spread::kR
 template <int kBits, typename Layout>
 static __device__ __forceinline__ void start_code_copies(const Lane<Spread::kRuns>& lane, const Entry<Layout>& entry,
                                                          const TileView<const std::byte>& tile, int32_t task) {
-  // A tile is far smaller than 4 GiB.
+  // Codes of a tile take less than 4 GiB: of a call far less, of an update because can_keep sees to it.
   const auto before = static_cast<uint32_t>(task);
   start_copies<kBits / 4>(entry.codes(), lane.in_warp,
                           tile.codes + (before * (kTaskElems * kBits / 8) + kUnitBytes * lane.in_warp));

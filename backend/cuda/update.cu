@@ -45,7 +45,9 @@ int64_t resident_blocks(const UpdateKernel& kernel) {
 }  // namespace
 
 bool can_keep(const Plan& plan, bool rescale) {
-  return plan.feedback.enabled && plan.feedback.residual == Residual::kGroup && kind_of(plan, rescale) != Kind::kAny;
+  constexpr int64_t kMostElems = int64_t{1} << 33;  // start_code_copies has 32 bits for the place of a task's codes
+  return plan.feedback.enabled && plan.feedback.residual == Residual::kGroup && plan.numel <= kMostElems &&
+         kind_of(plan, rescale) != Kind::kAny;
 }
 
 void launch_update(const Site& site, std::byte* kept, const GroupState* group, cudaStream_t stream) {

@@ -64,9 +64,15 @@ void InnerGroups::set_uid(const std::string& uid) {
 #endif
 }
 
-void InnerGroups::set_bracket(bool open) {
+BackendsByDevice InnerGroups::set_bracket(bool open) {
   const std::lock_guard lock(mutex_);
   bracket_open_ = open;
+  return made_;
+}
+
+void InnerGroups::make_no_more() {
+  const std::lock_guard lock(mutex_);
+  later_ = nullptr;
 }
 
 BackendsByDevice InnerGroups::take_all() {

@@ -35,9 +35,12 @@ class InnerGroups {
   // For those to come, too.
   void set_timeout(std::chrono::milliseconds timeout);
   void set_uid(const std::string& uid);
-  // While a coalescing bracket is open, what is made joins it.
-  void set_bracket(bool open);
+  // While a coalescing bracket is open, what is made joins it. Returns what had been made by then, for the caller to
+  // start or end.
+  BackendsByDevice set_bracket(bool open);
 
+  // What is being made comes too late, too.
+  void make_no_more();
   // What was made, to be destroyed; nothing is made any more.
   BackendsByDevice take_all();
   // In a forked process, where locks may be held for ever: all stay to the end of the process.

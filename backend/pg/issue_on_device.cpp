@@ -2,6 +2,7 @@
 #include <c10/core/StreamGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
+#include "gil.hpp"
 #include "process_group_echo.hpp"
 
 namespace echo::pg {
@@ -26,6 +27,7 @@ void ProcessGroupEcho::check_capture(c10::Device device) const {
 }
 
 void ProcessGroupEcho::join_update(c10::Device device) {
+  const GilRelease no_gil;
   const std::lock_guard lock(issue_mutex_);
   const auto* const outcome = device.is_cuda() ? core_->cuda_fabrics.outcome(device) : nullptr;
   if (outcome == nullptr || !outcome->fabric) return;

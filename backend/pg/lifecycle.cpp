@@ -86,8 +86,7 @@ void ProcessGroupEcho::startCoalescing() {
     bracket_open_ = true;
     bracket_works_.clear();
   }
-  inner_.set_bracket(true);
-  for (const auto& [type, backend] : inner_.made()) {
+  for (const auto& [type, backend] : inner_.set_bracket(true)) {
     if (backend->supportsCoalescing()) open_inner(type).startCoalescing();
   }
 }
@@ -104,8 +103,7 @@ WorkPtr ProcessGroupEcho::endCoalescing() {
   const GilRelease no_gil;
   check_alive();
   std::vector<WorkPtr> works;
-  inner_.set_bracket(false);
-  for (const auto& [type, backend] : inner_.made()) {
+  for (const auto& [type, backend] : inner_.set_bracket(false)) {
     if (!backend->supportsCoalescing()) continue;
     if (WorkPtr work = backend->endCoalescing()) works.push_back(std::move(work));
   }
@@ -176,6 +174,7 @@ void ProcessGroupEcho::close(bool aborting) {
   worker_->stop(healthy, patience);
   core_->cuda_fabrics.close(healthy);
   if (healthy) core_->wire.shutdown();
+  inner_.make_no_more();
   for (const auto& [type, backend] : inner_.made()) {
     if (aborting) {
       backend->abort();
