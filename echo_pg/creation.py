@@ -23,6 +23,7 @@ from .answers import on_thread
 from .options import Options
 
 _ASK_PERIOD = 1.0  # seconds between two questions to the store whether another rank has failed meanwhile
+_FORWARDED = ": exact all_reduce number "  # in what is reported of a forwarded call that failed
 _LOOK_PERIOD = 0.2  # seconds between two looks at the processes while an inner backend connects
 _CONNECT_GRACE = timedelta(seconds=0.5)  # beyond the time-out, in which Gloo may say itself what it waits for
 
@@ -251,7 +252,7 @@ def _make_gloo(place: Place, role: str, device_type: str) -> Any:
     deadline = time.monotonic() + (place.timeout + _CONNECT_GRACE).total_seconds()
     try:
         watched = place.processes is not None and place.size > 1
-        gloo = _while_all_live(connect, place, role, deadline) if watched else connect()
+        gloo = _while_all_live(connect, place, deadline) if watched else connect()
         _meet(gloo, place, deadline)
     except Exception as error:
         if gloo is not None:
@@ -263,7 +264,7 @@ def _make_gloo(place: Place, role: str, device_type: str) -> Any:
     return gloo
 
 
-def _while_all_live(connect: Callable[[], Any], place: Place, role: str, deadline: float) -> Any:
+def _while_all_live(connect: Callable[[], Any], place: Place, deadline: float) -> Any:
     """What `connect` returns or raises; DistBackendError as soon as a process of the group has ended or a rank has
     reported a failure, or after the deadline.
 
@@ -272,11 +273,6 @@ def _while_all_live(connect: Callable[[], Any], place: Place, role: str, deadlin
     """
     from torch.distributed import DistBackendError
 
-    def reported() -> str:
-        return str(build.extension().first_report(place.own_store, place.rank, place.size, place.processes))
-
-    # A group at work may have survived a forwarded call that failed: its report says nothing of this connecting.
-    known = reported() if role != "pass" else ""
     outcome = on_thread("echo-connect", connect)
     next_question = time.monotonic() + _ASK_PERIOD
     while True:
@@ -290,7 +286,9 @@ def _while_all_live(connect: Callable[[], Any], place: Place, role: str, deadlin
         if now > deadline:
             raise _timed_out(place)
         if now > next_question:
-            if (report := reported()) not in ("", known):
+            report = build.extension().first_report(place.own_store, place.rank, place.size, place.processes)
+            # A group at work may have survived a forwarded call that failed, whose report stays.
+            if report and _FORWARDED not in report:
                 raise DistBackendError(report)
             next_question = now + _ASK_PERIOD
 
