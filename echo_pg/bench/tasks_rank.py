@@ -39,10 +39,10 @@ class Session:
 def run_rank(rank: int, size: int, store_path: str | None, plan: dict[str, Any], local_rank: int | None = None) -> None:
     """Measures what the file lacks; rank 0 writes it there, task by task."""
     session, common = _start(rank, size, store_path, plan, rank if local_rank is None else local_rank)
-    todo = _agree_on_todo(session, common)
-    progress = Progress(f"{size} ranks", sum(map(len, todo.values())), shown=rank == 0)
+    missing = _agree_on_missing(session, common)
+    progress = Progress(f"{size} ranks", sum(map(len, missing.values())), shown=rank == 0)
     for row in plan["rows"]:
-        tasks = [task for task in plan["tasks"] if task.name in todo.get(row.name, ())]
+        tasks = [task for task in plan["tasks"] if task.name in missing.get(row.name, ())]
         if not tasks:
             continue
         progress.begin(f"{row.name}: loading")
@@ -101,19 +101,19 @@ def _describe(model: str, hub: str) -> dict[str, Any]:
     return {"name": hub} | {name: getattr(config, name) for name in names}
 
 
-def _agree_on_todo(session: Session, common: dict[str, Any]) -> dict[str, list[str]]:
+def _agree_on_missing(session: Session, common: dict[str, Any]) -> dict[str, list[str]]:
     """Row -> names of the tasks to be measured: those that are not in the file. Rank 0 decides, because it alone writes
     there."""
-    key = f"todo {session.size}"
+    key = f"missing {session.size}"
     if session.rank == 0:
         there = {key_of(record) for record in results.read_if_there(Path(session.plan["path"]), "tasks")}
-        todo: dict[str, list[str]] = {}
+        missing: dict[str, list[str]] = {}
         for row in session.plan["rows"]:
             about = common | _about(session, row)[0]
             for task in session.plan["tasks"]:
                 if key_of(about | {"task": task.name}) not in there:
-                    todo.setdefault(row.name, []).append(task.name)
-        session.place.store.set(key, json.dumps(todo))
+                    missing.setdefault(row.name, []).append(task.name)
+        session.place.store.set(key, json.dumps(missing))
     return dict(json.loads(session.place.store.get(key)))
 
 
