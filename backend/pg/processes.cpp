@@ -21,8 +21,6 @@ using cpu::Introduction;
 constexpr std::chrono::milliseconds kSettling{50};
 constexpr std::chrono::milliseconds kPause{5};
 
-std::string words_of(int32_t rank) { return "the process of rank " + std::to_string(rank) + " has exited"; }
-
 int32_t usable_cores() {
   cpu_set_t cores;
   if (sched_getaffinity(0, sizeof(cores), &cores) == 0) return std::max(1, CPU_COUNT(&cores));
@@ -84,20 +82,20 @@ bool Processes::is_ending(int32_t rank) const {
   return !members_.empty() && members_[rank].process && members_[rank].process->is_ending();
 }
 
-std::string Processes::exited() const {
+std::string Processes::first_that(bool (Processes::*has_ended)(int32_t) const) const {
   for (int32_t rank = 0; rank < static_cast<int32_t>(members_.size()); ++rank) {
-    if (has_exited(rank)) return words_of(rank);
+    if ((this->*has_ended)(rank)) return "the process of rank " + std::to_string(rank) + " has exited";
   }
   return {};
 }
 
+std::string Processes::exited() const { return first_that(&Processes::has_exited); }
+
 std::string Processes::exited_by_now() const {
   const auto deadline = std::chrono::steady_clock::now() + kSettling;
   while (true) {
-    for (int32_t rank = 0; rank < static_cast<int32_t>(members_.size()); ++rank) {
-      if (is_ending(rank)) return words_of(rank);
-    }
-    if (std::chrono::steady_clock::now() >= deadline) return {};
+    std::string ended = first_that(&Processes::is_ending);
+    if (!ended.empty() || std::chrono::steady_clock::now() >= deadline) return ended;
     std::this_thread::sleep_for(kPause);
   }
 }

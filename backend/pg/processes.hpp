@@ -56,6 +56,9 @@ class Processes {
     std::shared_ptr<const cpu::PeerProcess> process;  // null where its host is not this one
   };
 
+  // The words of exited() for the first rank of which that is true.
+  std::string first_that(bool (Processes::*has_ended)(int32_t) const) const;
+
   std::vector<std::string> introductions_;
   std::vector<Member> members_;
   uint64_t number_ = 0;
