@@ -41,13 +41,19 @@ def test_first_tokens_from_end_to_end(tmp_path: Path, capfd: pytest.CaptureFixtu
         r = made["alone", load, "gloo", own]["median_ms"] / made["alone", load, "echo4", own]["median_ms"]
         assert prefill["echo4"]["r"] == pytest.approx(r) and prefill["gloo"]["speedup"] == 1.0
         assert all(record["iterations"] == 3 and record["sums"] == 2 * LAYERS for record in prefill.values())
+        for row, record in prefill.items():
+            passes, sums = record["apart_samples_ms"], record["sum_samples_ms"]
+            assert len(passes) == len(sums) == 2 and (record["sum_ms"] > 0) == (row != "no-op")
+            assert record["rest_ms"] == pytest.approx(sum(passes) / 2 - 2 * LAYERS * sum(sums) / 2) and min(passes) > 0
+            assert record["rest_ms"] > 0, "a pass is more than its sums"
+        assert not any("rest_ms" in r for (phase, *_), r in made.items() if phase != "prefill")
     assert made["prefill", 50, "gloo", own]["load_gbps"] > 0 == made["prefill", 0, "gloo", own]["load_gbps"]
     assert {"device_name", "torch", "transformers", "commit", "seed", "ranks", "load_what"} <= prefill["gloo"].keys()
     assert len(made) == len(path.read_text().splitlines()), "one line of each once all is done"
     (plot,) = tmp_path.glob("*.png")
     assert plot.read_bytes().startswith(b"\x89PNG")
     told = capfd.readouterr().out
-    assert "reachable" in told and "x at 50 %" in told and "itself, a second time" in told
+    assert "reachable" in told and "x at 50 %" in told and "itself, a second time" in told and "rest ms" in told
     assert main(["bench", "ttft", "--report-only", str(path)]) == 0
     assert 'id="ttft"' in page.page(page.collect(tmp_path), tmp_path, draws=False)
 

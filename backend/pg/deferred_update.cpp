@@ -14,10 +14,7 @@ constexpr std::chrono::microseconds kPoll{50};
 
 }  // namespace
 
-DeferredUpdate::DeferredUpdate(c10::Device device)
-    : stream_(c10::impl::VirtualGuardImpl(device.type()).getStreamFromGlobalPool(device)),
-      ready_(device.type()),
-      updated_(device.type()) {}
+DeferredUpdate::DeferredUpdate(c10::Device device) : device_(device), ready_(device.type()), updated_(device.type()) {}
 
 void DeferredUpdate::join(const c10::Stream& stream, bool recording) {
   if (!pending_) return;
@@ -31,17 +28,18 @@ void DeferredUpdate::join(const c10::Stream& stream, bool recording) {
 
 std::byte* DeferredUpdate::keep(int64_t bytes, const c10::Stream& stream) {
   if (bytes >= too_many_) return nullptr;
+  if (!own_) own_ = c10::impl::VirtualGuardImpl(device_.type()).getStreamFromGlobalPool(device_);
   if (this->bytes() < bytes) {
     kept_ = at::Tensor();  // goes first, so that the new one does not come on top of it
-    const c10::StreamGuard guard(stream_);
+    const c10::StreamGuard guard(*own_);
     try {
-      kept_ = at::empty({bytes}, at::TensorOptions().dtype(at::kByte).device(stream_.device()));
+      kept_ = at::empty({bytes}, at::TensorOptions().dtype(at::kByte).device(device_));
     } catch (const c10::OutOfMemoryError&) {
       too_many_ = bytes;
       return nullptr;
     }
-    // The allocator gives what `stream_` may use from now on; earlier users of that memory are ahead in it.
-    ready_.record(stream_);
+    // The allocator gives what `own_` may use from now on; earlier users of that memory are ahead in it.
+    ready_.record(*own_);
     ready_.block(stream);
   }
   return static_cast<std::byte*>(kept_.data_ptr());
@@ -49,8 +47,8 @@ std::byte* DeferredUpdate::keep(int64_t bytes, const c10::Stream& stream) {
 
 void DeferredUpdate::fork(const c10::Stream& stream, const at::Tensor& state) {
   ready_.record(stream);
-  ready_.block(stream_);
-  c10::impl::VirtualGuardImpl(stream_.device_type()).recordDataPtrOnStream(state.storage().data_ptr(), stream_);
+  ready_.block(*own_);
+  c10::impl::VirtualGuardImpl(device_.type()).recordDataPtrOnStream(state.storage().data_ptr(), *own_);
 }
 
 bool DeferredUpdate::ends_within(std::chrono::milliseconds patience) const {

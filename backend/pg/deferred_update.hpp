@@ -12,6 +12,7 @@
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/Event.h>
@@ -29,6 +30,7 @@ class DeferredUpdate {
   void join(const c10::Stream& stream, bool recording);
 
   // At least `bytes` bytes for a call on `stream`, which has joined; null where there is not so much memory left.
+  // Before `run`.
   std::byte* keep(int64_t bytes, const c10::Stream& stream);
 
   // Calls enqueue(updates' stream) for work that comes after what `stream` holds so far. `state` is what that work
@@ -36,8 +38,8 @@ class DeferredUpdate {
   template <typename Enqueue>
   void run(const c10::Stream& stream, const at::Tensor& state, Enqueue enqueue) {
     fork(stream, state);
-    enqueue(stream_);
-    updated_.record(stream_);
+    enqueue(*own_);
+    updated_.record(*own_);
     pending_ = true;
   }
 
@@ -49,7 +51,10 @@ class DeferredUpdate {
  private:
   void fork(const c10::Stream& stream, const at::Tensor& state);
 
-  const c10::Stream stream_;  // its last use of what was kept is the update, so it owns that memory
+  const c10::Device device_;
+  // Its last use of what was kept is the update, so it owns that memory. Made when it is needed, since a device's first
+  // stream takes memory: where little is left, echo's own checks are to find it out.
+  std::optional<c10::Stream> own_;
   at::Tensor kept_;
   int64_t too_many_ = INT64_MAX;  // bytes that there was no memory for
   c10::Event ready_;

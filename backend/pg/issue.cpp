@@ -102,6 +102,9 @@ QuantizedCall ProcessGroupEcho::prepare(const at::Tensor& tensor, const CallOpti
   const Config& config = core_->config;
   const milliseconds timeout = options.timeout.count() > 0 ? options.timeout : milliseconds(timeout_ms_.load());
   choose_fabric(call, tensor.device(), timeout);
+  // Where there is no memory for them, the call fails here, which the peers are told of, after what says how much it
+  // is.
+  if (!tensor.is_cpu()) streams_of(tensor.device());
 
   const SiteTicket ticket = passes_.book(origin, options.direction);
   if (ticket.starts_pass) states_.start_pass(ticket.direction, call.captured);

@@ -12,8 +12,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
+from .. import report
 from . import split, transformer
+from .cases import Row
 from .train_rank import ADAM, CLIP
+
+NOTHING = Row("no-op", "the call left out", kind="nothing")
+AGAIN = Row("again", "the exact backend once more: what differs by chance", kind="inner")
 
 
 @dataclass(frozen=True)
@@ -44,14 +49,49 @@ class Shape:
 
 
 class Sums:
-    """What adds up a tensor over the ranks, told by the variant at work; None: nobody, the call is left out."""
+    """What adds up a tensor over the ranks, told by the variant at work; group None: nobody, the call is left out.
+    Where there is a clock (of measure) it times each of them, as its row 0."""
 
     def __init__(self) -> None:
         self.group: Any = None
+        self.clock: Any = None
 
     def __call__(self, x: Tensor, _direction: str) -> None:
-        if self.group is not None:
-            dist.all_reduce(x, group=self.group)
+        if self.group is None:
+            return
+        if self.clock is not None:
+            self.clock.start(0)
+        dist.all_reduce(x, group=self.group)
+        if self.clock is not None:
+            self.clock.stop()
+
+
+@dataclass
+class Variant:
+    """A row at work in the model: `group` sums, None for nobody. chosen: its options."""
+
+    row: Row
+    group: Any
+    chosen: Any = None
+
+    def quantized(self) -> int:
+        """Calls so far."""
+        return int(report.stats(self.group)["calls_quantized"]) if self.chosen is not None else 0
+
+    def quantizes(self, sum_bytes: int, recorded: bool = False) -> bool:
+        """Whether sums of that size are to be quantized in the model; over the wire recorded ones are not."""
+        if self.chosen is None or sum_bytes < self.chosen.min_bytes:
+            return False
+        return not recorded or report.stats(self.group)["fabric"] == "peer"
+
+    def check(self, call: Callable[[], Any], expected: Callable[[], int]) -> Any:
+        """Calls once. Raises RuntimeError unless that quantized as many sums as is expected after it: else the row
+        means nothing."""
+        before = self.quantized()
+        made = call()
+        if (counted := self.quantized() - before) != expected():
+            raise RuntimeError(f"{self.row.name}: {counted} sums were quantized, {expected()} are to be")
+        return made
 
 
 def make(shape: Shape, length: int, size: int, rank: int, device: torch.device, sums: Sums) -> Any:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from datetime import timedelta
 from importlib.metadata import version
 from pathlib import Path
@@ -14,10 +13,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .. import options, report
+from .. import options
 from . import end_to_end_report, measure, results
-from .cases import BASELINES, Row
-from .end_to_end_model import Decoding, Shape, Sums, Training, first_tokens, make
+from .cases import BASELINES
+from .end_to_end_model import AGAIN, NOTHING, Decoding, Shape, Sums, Training, Variant, first_tokens, make
 from .load import Load
 from .progress import Bar
 
@@ -27,42 +26,13 @@ _CACHE_UNIT = 16  # places; fused attention wants its keys aligned
 _SPARE_BYTES = 4 << 30
 # Per element of a sum and row: two averages in bfloat16, and as much again while a call is under way.
 _STATE_BYTES = 8
-NOTHING = Row("no-op", "the call left out", kind="nothing")
-AGAIN = Row("again", "the exact backend once more: what differs by chance", kind="inner")
+_APART_ROUNDS = 2
 
 
 def batches_to_try(largest: int) -> list[int]:
     """Descending: the largest, and all powers of two and their halves more (1.5 times) below it."""
     steps = {number << shift for number in (1, 3) for shift in range(largest.bit_length())}
     return sorted({largest} | {step for step in steps if step < largest}, reverse=True)
-
-
-@dataclass
-class Variant:
-    """A row at work in the model: `group` sums, None for nobody. chosen: its options."""
-
-    row: Row
-    group: Any
-    chosen: Any = None
-
-    def quantized(self) -> int:
-        """Calls so far."""
-        return int(report.stats(self.group)["calls_quantized"]) if self.chosen is not None else 0
-
-    def quantizes(self, sum_bytes: int, recorded: bool = False) -> bool:
-        """Whether sums of that size are to be quantized in the model; over the wire recorded ones are not."""
-        if self.chosen is None or sum_bytes < self.chosen.min_bytes:
-            return False
-        return not recorded or report.stats(self.group)["fabric"] == "peer"
-
-    def check(self, call: Callable[[], Any], expected: Callable[[], int]) -> Any:
-        """Calls once. Raises RuntimeError unless that quantized as many sums as is expected after it: else the row
-        means nothing."""
-        before = self.quantized()
-        made = call()
-        if (counted := self.quantized() - before) != expected():
-            raise RuntimeError(f"{self.row.name}: {counted} sums were quantized, {expected()} are to be")
-        return made
 
 
 class Rank:
@@ -196,6 +166,44 @@ class Rank:
             seconds = self.interleave(calls, lambda: None, range(number, number + 1), bar, graphs=False)
             self._record(variants, seconds, extra)
         bar.done()
+        self._record_apart(variants, calls, extra)
+
+    def _record_apart(self, variants: list[Variant], calls: list[Callable[[], Any]], extra: dict[str, Any]) -> None:
+        """Passes once more, for what a sum takes within them and what is left: where power limits a device, sums that
+        let it rest make what follows them faster, which no all-reduce alone shows. Events lie around the sums here, so
+        these passes are not the ones that are compared."""
+        bar = Bar("sums apart from the rest", _APART_ROUNDS, enabled=self.rank == 0)
+        found: list[list[tuple[float, float]]] = [[] for _ in variants]
+        for number in range(_APART_ROUNDS):
+            for turn in range(len(calls)):
+                index = (number + turn) % len(calls)
+                found[index].append(self._apart(variants[index], calls[index]))
+            bar.step()
+        bar.done()
+        apart = [
+            {
+                "sum_samples_ms": [round(1e3 * each, 5) for each, _ in passes],
+                "apart_samples_ms": [round(1e3 * whole, 5) for _, whole in passes],
+            }
+            for passes in found
+        ]
+        self._record(variants, [[] for _ in variants], extra, apart)
+
+    def _apart(self, variant: Variant, call: Callable[[], Any]) -> tuple[float, float]:
+        """Seconds: of a sum on average, counted from when the last rank came to it, and of the slowest rank's pass."""
+        on_device = self.device.type == "cuda"
+        self.sums.clock = measure.DeviceClock() if on_device else measure.HostClock()
+        self.alone.barrier(head_start=False)
+        began = time.perf_counter()
+        call()
+        if on_device:
+            torch.cuda.synchronize(self.device)
+        whole = torch.tensor(time.perf_counter() - began).double()
+        each = torch.tensor(self.sums.clock.seconds(0) if variant.group is not None else [0.0]).double()
+        self.sums.clock = None
+        dist.all_reduce(whole, op=dist.ReduceOp.MAX)
+        dist.all_reduce(each, op=dist.ReduceOp.MIN)  # whoever came earlier has waited for the others as well
+        return each.mean().item(), whole.item()
 
     def measure_decoding(self, variants: list[Variant], batch: int, duty: int) -> None:
         """One token of each of `batch` sequences under one load."""
@@ -252,20 +260,27 @@ class Rank:
         self.set_load(duty)
         self.alone.measure("bfloat16", lambda _: None, lambda _: None, done)
 
-    def _record(self, variants: list[Variant], seconds: list[list[float]], extra: dict[str, Any]) -> None:
-        """Appends what was measured, so that it outlives this process: without what only all of it together tells."""
+    def _record(
+        self,
+        variants: list[Variant],
+        seconds: list[list[float]],
+        extra: dict[str, Any],
+        own: list[dict[str, Any]] | None = None,
+    ) -> None:
+        """Appends what was measured, so that it outlives this process: without what only all of it together tells.
+        own: what each variant's record has besides."""
         extra |= {"load_gbps": self.set_load(extra["load"])}
         if self.rank:
             return
         made = []
-        for variant, samples in zip(variants, seconds, strict=True):
+        for variant, samples, more in zip(variants, seconds, own or [{}] * len(variants), strict=True):
             row = {
                 "row": variant.row.name, "label": variant.row.label, "kind": variant.row.kind,
                 "options": results.plain_options(variant.chosen),
                 "quantized": variant.quantizes(extra["sum_bytes"], extra.get("graph", False)),
                 "samples_ms": [round(1e3 * second, 5) for second in samples],
             }  # fmt: skip
-            made.append(self.common | extra | row)
+            made.append(self.common | extra | row | more)
         results.append(self.path, made)
 
     # --- all of it ---

@@ -47,7 +47,21 @@ def _joined(group: list[Record]) -> Record:
     told = {name: results.percentile(samples, share) for name, share in shares.items()}
     return group[0] | {
         "samples_ms": samples, "iterations": len(samples), "mean_ms": statistics.fmean(samples), "load_gbps": moved
-    } | told  # fmt: skip
+    } | told | _apart(group)  # fmt: skip
+
+
+def _apart(group: list[Record]) -> Record:
+    """Of passes with a clock at each sum: the samples, and mean ms of a sum and of all else. Empty where there are
+    none."""
+    sums, passes = (
+        [sample for record in group for sample in record.get(name, ())]
+        for name in ("sum_samples_ms", "apart_samples_ms")
+    )
+    if not passes:
+        return {}
+    each = statistics.fmean(sums)
+    rest = statistics.fmean(passes) - group[0]["sums"] * each
+    return {"sum_samples_ms": sums, "apart_samples_ms": passes, "sum_ms": each, "rest_ms": rest}
 
 
 def time_of(record: Record) -> float:
@@ -139,6 +153,8 @@ def _model_table(group: list[Record]) -> str:
         "reachable",
         "reached",
         "bound",
+        "a sum ms",
+        "rest ms",
     ]
     lines = [[*head, "quantized"]]
     for record in group:
@@ -147,6 +163,9 @@ def _model_table(group: list[Record]) -> str:
         cells = [_cell(record[name] if ours else None, ".3f") for name in ("r", "reachable")]
         cells.append(_cell(100 * record["reached"] if record["reached"] is not None else None, ".0f", " %"))
         cells.append(_cell(record["bound"] if ours else None, ".3f"))
+        apart = "rest_ms" in record and record["kind"] != "nothing"
+        cells.append(_cell(record["sum_ms"] if apart else None, ".3f"))
+        cells.append(_cell(record.get("rest_ms"), ".1f"))
         gain = [f"{record['speedup']:.3f}", _cell(record["speedup_error"], ".3f")]
         lines.append([record["row"], *times, *gain, *cells, "yes" if record["quantized"] else "no"])
     return results.grid(lines)
