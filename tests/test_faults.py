@@ -300,7 +300,7 @@ def run_stop_while_connecting(rank: int, size: int, first_call: bool) -> tuple[s
         raise dist.DistBackendError("too late")
 
     if rank == 1:
-        creation._make_gloo = stop_and_give_up
+        creation._make_gloo = stop_and_give_up  # type: ignore[assignment]
     else:
         dist.ProcessGroupGloo = lambda *_, timeout: time.sleep(5 * timeout.total_seconds())
     return error_of(lambda: dist.all_reduce(contribution(rank), group=group) if first_call else failing_group())

@@ -21,7 +21,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
@@ -137,7 +137,15 @@ def in_threads(bodies: list[Any]) -> None:
         raise failures[0]
 
 
-def footprint(pool: Pool) -> dict[str, int]:
+class Holder(Protocol):
+    """What holds memory on purpose, which is left out of account."""
+
+    def held_bytes(self) -> int: ...
+
+    def held_device_bytes(self) -> int: ...
+
+
+def footprint(pool: Holder) -> dict[str, int]:
     """What this process holds beside the pool, after it has given back what it can."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
@@ -150,7 +158,7 @@ def footprint(pool: Pool) -> dict[str, int]:
     }
 
 
-def device_footprint(size: int, pool: Pool) -> dict[str, int]:
+def device_footprint(size: int, pool: Holder) -> dict[str, int]:
     """What is in use of this rank's GPU beyond what torch's allocator has reserved there for any rank, and what this
     process's tensors hold beside the pool. Called on all ranks alike."""
     torch.cuda.synchronize()
@@ -167,7 +175,7 @@ def device_footprint(size: int, pool: Pool) -> dict[str, int]:
     }
 
 
-def settled_footprint(pool: Pool, before: dict[str, int] | None) -> dict[str, int]:
+def settled_footprint(pool: Holder, before: dict[str, int] | None) -> dict[str, int]:
     """Threads that nobody waits for close the last files within a moment."""
     deadline = time.monotonic() + 5
     while True:
