@@ -31,7 +31,8 @@ class Config:
     rescale: str
     recompute: str
     policy: str
-    min_bytes: int
+    min_bytes_cpu: int
+    min_bytes_cuda: int
     dtypes: list[str]
     allow: str
     deny: str

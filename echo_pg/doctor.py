@@ -61,7 +61,9 @@ def _installation(say: Callable[..., None]) -> list[str]:
     if not registered:
         problems.append("import torch did not register the backend: is TORCH_DEVICE_BACKEND_AUTOLOAD=0 set?")
     try:
-        Options()
+        chosen = Options()
+        sizes = (f"{log.byte_size(chosen.min_bytes_on(device))} on {device}" for device in options.TUNED_MIN_BYTES)
+        say(f"min_bytes: {', '.join(sizes)}")
     except ValueError as error:
         problems.append(str(error))
     return problems

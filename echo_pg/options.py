@@ -7,10 +7,8 @@ default. All values are checked here once, so that the rest of the code may trus
 import dataclasses
 import difflib
 import json
-import math
 import os
 import re
-import struct
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -18,34 +16,30 @@ from datetime import timedelta
 from typing import Any
 
 from . import build
+from .option_values import (
+    AUTO,
+    COUNT_LIMIT,
+    FALSE_WORDS,
+    TRUE_WORDS,
+    is_float32,
+    is_int,
+    is_unicode,
+    parse_boolean,
+    parse_bytes,
+    parse_bytes_or_auto,
+    parse_count_or_fraction,
+    parse_names,
+    to_float32,
+)
 
 DTYPES = ("float32", "bfloat16", "float16")
 _PLAIN_VARIABLES = ("OFF", "REPLACE", "LOG", "CUDA", "SANITIZE")
-_UNITS = {"": 1, "k": 1 << 10, "kib": 1 << 10, "m": 1 << 20, "mib": 1 << 20, "g": 1 << 30, "gib": 1 << 30}
-_TRUE, _FALSE = ("1", "true", "on", "yes"), ("0", "false", "off", "no", "")
-_COUNT_LIMIT = 1 << 62  # of what the extension counts in 64 bits
+# min_bytes="auto". Two H200s over NVLink, bfloat16, median of 80 (ci/baseline/bench_allreduce_h200x2.jsonl): as shipped
+# 0.69 times NCCL's speed at 1 MiB, where no options reached more than 0.79, and 1.32 times at 2 MiB, the next size
+# measured. Two processes on two CPU cores, median of 20 (bench_allreduce_cpu_2_cores.jsonl): as shipped 2.8 times
+# Gloo's speed at 1 MiB; smaller calls gain there too, but this leaves decoding, a token at a time, exact.
+TUNED_MIN_BYTES = {"cpu": 1 << 20, "cuda": 2 << 20}
 _already_warned: set[str] = set()
-
-
-def _boolean(text: str) -> bool:
-    if text.lower() in _TRUE + _FALSE:
-        return text.lower() in _TRUE
-    raise ValueError("use 1 or 0")
-
-
-def parse_bytes(text: str) -> int:
-    found = re.fullmatch(r"(\d+)\s*([a-z]*)", text.strip().lower())
-    if not found or found[2] not in _UNITS:
-        raise ValueError("use a number of bytes, or a number with KiB, MiB or GiB")
-    return int(found[1]) * _UNITS[found[2]]
-
-
-def _count_or_fraction(text: str) -> int | float:
-    return int(text) if re.fullmatch(r"\s*[+-]?\d+\s*", text) else float(text)
-
-
-def _names(text: str) -> tuple[str, ...]:
-    return tuple(name.strip() for name in text.split(",") if name.strip())
 
 
 def _option(name: str, default: Any, parse: Callable[[str], Any] = str) -> Any:
@@ -104,9 +98,10 @@ class Options:
     Which calls:
         policy: "auto" (tensor-parallel activations and their gradients), "all" (every SUM all-reduce of listed dtype
             and size), "off".
-        min_bytes: smaller tensors are forwarded exactly; bytes. Speed does not ask for the default on CPU: two ranks on
-            two cores ran bfloat16 quantized without rotation (residual "local") faster than Gloo from 64 KiB on, by 1.6
-            and more at every size tried up to 64 MiB.
+        min_bytes: smaller tensors are forwarded exactly; bytes, on every device, or "auto": 1 MiB for CPU tensors and 2
+            MiB for CUDA ones (`TUNED_MIN_BYTES`). Speed does not ask for as much on CPU: two ranks on two cores ran
+            bfloat16 quantized without rotation (residual "local") faster than Gloo from 64 KiB on, by 1.6 and more at
+            every size tried up to 64 MiB.
         dtypes: tensor dtypes that may be quantized, of "float32", "bfloat16", "float16" (names or torch dtypes).
         allow, deny: regular expressions (ECMAScript) searched in the group's description: treat as tensor-parallel;
             never quantize.
@@ -129,27 +124,27 @@ class Options:
     scale_dtype: str = _option("scale_dtype", "auto")
     tau: float = _option("tau", 0.125, float)
     clip: float = _option("clip", 1.0, float)
-    feedback: bool = _option("feedback", True, _boolean)
+    feedback: bool = _option("feedback", True, parse_boolean)
     residual: str = _option("residual", "local")
     eta: float = _option("eta", 0.9, float)
     a: float = _option("a", 0.0, float)
     beta1: float = _option("beta1", 0.7, float)
     beta2: float = _option("beta2", 0.0, float)
     state_dtype: str = _option("state_dtype", "auto")
-    early_sites: int | float = _option("early_sites", 0, _count_or_fraction)
+    early_sites: int | float = _option("early_sites", 0, parse_count_or_fraction)
     early_bits: int = _option("early_bits", 8, int)
     rescale: str = _option("rescale", "auto")
     recompute: str = _option("recompute", "feedback")
     policy: str = _option("policy", "auto")
-    min_bytes: int = _option("min_bytes", 1 << 20, parse_bytes)
-    dtypes: tuple[str, ...] = _option("dtypes", ("bfloat16", "float16"), _names)
+    min_bytes: int | str = _option("min_bytes", AUTO, parse_bytes_or_auto)
+    dtypes: tuple[str, ...] = _option("dtypes", ("bfloat16", "float16"), parse_names)
     allow: str = _option("allow", "")
     deny: str = _option("deny", "")
     fabric: str = _option("fabric", "auto")
     workspace_bytes: int = _option("workspace_bytes", 64 << 20, parse_bytes)
     timeout: float | timedelta | None = _option("timeout", None, float)
-    diagnostics: bool = _option("diagnostics", False, _boolean)
-    allow_shared_gpu: bool = _option("allow_shared_gpu", False, _boolean)
+    diagnostics: bool = _option("diagnostics", False, parse_boolean)
+    allow_shared_gpu: bool = _option("allow_shared_gpu", False, parse_boolean)
     inner_options: Any = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -172,47 +167,45 @@ class Options:
         return cls(**(method | changes))
 
     def _check_codes(self) -> None:
-        self._require("bits", self.bits in (4, 8) and _is_int(self.bits), "4 or 8")
+        self._require("bits", self.bits in (4, 8) and is_int(self.bits), "4 or 8")
         size = self.group_size
         self._require(
-            "group_size", _is_int(size) and 16 <= size <= 1024 and size % 8 == 0, "a multiple of 8 from 16 to 1024"
+            "group_size", is_int(size) and 16 <= size <= 1024 and size % 8 == 0, "a multiple of 8 from 16 to 1024"
         )
         self._require_one_of("quantizer", "zero_aware", "asymmetric", "symmetric")
         self._require_one_of("rotation", "none", "hadamard")
         run = self.rotation_size
-        self._require("rotation_size", _is_int(run) and (run == 0 or run >= 2), "0 or a power of two of at least 2")
+        self._require("rotation_size", is_int(run) and (run == 0 or run >= 2), "0 or a power of two of at least 2")
         if run:
             fits = run & (run - 1) == 0 and size % run == 0
             self._require("rotation_size", fits, f"a power of two that divides group_size={size} (0: the largest)")
         self._require_one_of("scale_dtype", "auto", "float16", "bfloat16")
-        self._require("tau", _is_float32(self.tau) and self.tau >= 0, "a finite number of at least 0")
-        self._require("clip", _is_float32(self.clip) and 0 < _float32(self.clip) <= 1, "in (0, 1]")
+        self._require("tau", is_float32(self.tau) and self.tau >= 0, "a finite number of at least 0")
+        self._require("clip", is_float32(self.clip) and 0 < to_float32(self.clip) <= 1, "in (0, 1]")
 
     def _check_feedback(self) -> None:
         self._require_bool("feedback")
         self._require_one_of("residual", "local", "group")
         for name in ("eta", "a"):
             value = getattr(self, name)
-            self._require(name, _is_float32(value) and 0 <= value <= 1, "in [0, 1]")
+            self._require(name, is_float32(value) and 0 <= value <= 1, "in [0, 1]")
         for name in ("beta1", "beta2"):
             value = getattr(self, name)
-            self._require(name, _is_float32(value) and 0 <= value < 1, "in [0, 1)")
+            self._require(name, is_float32(value) and 0 <= value < 1, "in [0, 1)")
         self._require_one_of("state_dtype", "auto", "tensor", "float32", "int8")
         early = self.early_sites
-        whole = _is_int(early) and 0 <= early < _COUNT_LIMIT
+        whole = is_int(early) and 0 <= early < COUNT_LIMIT
         fraction = isinstance(early, float) and 0 < early < 1
         self._require("early_sites", whole or fraction, "a count of at least 0, or a fraction in (0, 1)")
-        self._require("early_bits", self.early_bits in (4, 8) and _is_int(self.early_bits), "4 or 8")
+        self._require("early_bits", self.early_bits in (4, 8) and is_int(self.early_bits), "4 or 8")
         self._require_one_of("rescale", "auto", "on", "off")
         self._require_one_of("recompute", "exact", "plain", "feedback")
 
     def _check_policy_and_transport(self) -> None:
         self._require_one_of("policy", "auto", "all", "off")
-        self._require(
-            "min_bytes",
-            _is_int(self.min_bytes) and 0 <= self.min_bytes < _COUNT_LIMIT,
-            "a number of bytes of at least 0",
-        )
+        least = self.min_bytes
+        in_range = least == AUTO or (is_int(least) and 0 <= least < COUNT_LIMIT)
+        self._require("min_bytes", in_range, f"{AUTO!r} or a number of bytes of at least 0 and below 2**62")
         given = self.dtypes if isinstance(self.dtypes, (tuple, list, set, frozenset)) else (self.dtypes,)
         names = tuple(str(dtype).removeprefix("torch.") for dtype in given)
         self._require("dtypes", set(names) <= set(DTYPES), f"among {', '.join(DTYPES)}")
@@ -222,11 +215,11 @@ class Options:
         self._require_one_of("fabric", "auto", "peer", "wire")
         self._require(
             "workspace_bytes",
-            _is_int(self.workspace_bytes) and 4 << 20 <= self.workspace_bytes <= 1 << 40,
+            is_int(self.workspace_bytes) and 4 << 20 <= self.workspace_bytes <= 1 << 40,
             "from 4 MiB (4194304) to 1 TiB",
         )
         seconds = self.timeout.total_seconds() if isinstance(self.timeout, timedelta) else self.timeout
-        in_range = seconds is None or (_is_float32(seconds) and 0.001 <= seconds <= 1e8)
+        in_range = seconds is None or (is_float32(seconds) and 0.001 <= seconds <= 1e8)
         self._require("timeout", in_range, "None or from 0.001 to 1e8 seconds")
         object.__setattr__(self, "timeout", None if seconds is None else float(seconds))
         self._require_bool("diagnostics")
@@ -247,7 +240,7 @@ class Options:
     def _require_regex(self, name: str) -> None:
         pattern = getattr(self, name)
         self._require(name, isinstance(pattern, str), "a regular expression as text ('' for none)")
-        self._require(name, _is_unicode(pattern), "text that can be encoded")
+        self._require(name, is_unicode(pattern), "text that can be encoded")
         try:
             re.compile(pattern)
         except re.error as error:
@@ -264,17 +257,26 @@ class Options:
         """Elements per rotated run; 0 without rotation."""
         return 0 if self.rotation == "none" else self.rotation_size or self.group_size & -self.group_size
 
+    def min_bytes_on(self, device_type: str) -> int:
+        """Bytes from which on tensors on a device of this type, "cpu" or "cuda", may be quantized. Raises ValueError
+        for any other type."""
+        if device_type not in TUNED_MIN_BYTES:
+            raise ValueError(f"device_type={device_type!r} must be one of {', '.join(map(repr, TUNED_MIN_BYTES))}")
+        return TUNED_MIN_BYTES[device_type] if isinstance(self.min_bytes, str) else self.min_bytes
+
     def to_config(self) -> Any:
         """The same values as the C++ side takes them. Raises ImportError where the extension cannot be loaded."""
         config = build.extension().Config()
         resolved = {
             "rotation_size": self.run_elems,
+            "min_bytes_cpu": self.min_bytes_on("cpu"),
+            "min_bytes_cuda": self.min_bytes_on("cuda"),
             "dtypes": list(self.dtypes),
             "timeout_s": -1.0 if self.timeout is None else self.timeout,
-            "early_count": self.early_sites if _is_int(self.early_sites) else 0,
-            "early_fraction": 0.0 if _is_int(self.early_sites) else self.early_sites,
+            "early_count": self.early_sites if is_int(self.early_sites) else 0,
+            "early_fraction": 0.0 if is_int(self.early_sites) else self.early_sites,
         }
-        skipped = {"rotation", "timeout", "early_sites", "inner_options"}
+        skipped = {"rotation", "min_bytes", "timeout", "early_sites", "inner_options"}
         for name, value in (dataclasses.asdict(dataclasses.replace(self, inner_options=None)) | resolved).items():
             if name not in skipped:
                 setattr(config, name, value)
@@ -286,30 +288,6 @@ class Options:
         values = dataclasses.asdict(dataclasses.replace(self, inner_options=None))
         del values["inner_options"]
         return json.dumps(build.identity() | values | found)
-
-
-def _is_unicode(text: str) -> bool:
-    """False where an environment variable was no UTF-8, whose bytes Python keeps as lone surrogates."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
-def _is_int(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _is_float32(value: Any) -> bool:
-    """Whether a number is finite also after rounding to the fp32 that kernels take."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-        return False
-    return abs(value) < 3.4e38
-
-
-def _float32(value: float) -> float:
-    return float(struct.unpack("f", struct.pack("f", value))[0])
 
 
 def option_names() -> tuple[str, ...]:
@@ -326,15 +304,15 @@ def variables_in_effect(also: str = "") -> dict[str, str]:
 def is_off() -> bool:
     """ECHO_OFF=1: forward every call exactly, whatever else is set. A value that is neither 1 nor 0 is taken as 1."""
     text = os.environ.get("ECHO_OFF", "").lower()
-    if text not in _TRUE + _FALSE:
+    if text not in TRUE_WORDS + FALSE_WORDS:
         _warn_once("ECHO_OFF", f"ECHO_OFF={text!r} is neither 1 nor 0; taken as 1")
-    return text not in _FALSE
+    return text not in FALSE_WORDS
 
 
 def replaced_backends() -> tuple[str, ...]:
     """ECHO_REPLACE=nccl|gloo (or both, with a comma): backend names that are to mean echo. Other names are warned about
     and left out."""
-    names = _names(os.environ.get("ECHO_REPLACE", "").lower())
+    names = parse_names(os.environ.get("ECHO_REPLACE", "").lower())
     unknown = [name for name in names if name not in ("nccl", "gloo")]
     if unknown:
         warnings.warn(f"ECHO_REPLACE={os.environ['ECHO_REPLACE']!r}: only nccl and gloo can be replaced", stacklevel=2)

@@ -51,8 +51,10 @@ def explain(
             two ranks.
         facts: the situation, where it differs from a call inside a plain module's forward: op="SUM", device="cpu",
             context="forward" | "backward" | "recompute" | "none", role=0 (1 embedding, 2 output layer), group_size,
-            group_desc, coalesced, exact, and others that the error for an unknown name lists.
+            group_desc, coalesced, exact, device_supported (default: by this build), and others that the error for an
+            unknown name lists.
 
+    Returns the answer with the facts it rests on, among them `min_bytes`, the size in bytes that applies on the device.
     With a tensor and a group and nothing else, the answer is for a call made here and now, in the module and pass that
     are running.
 
@@ -62,14 +64,15 @@ def explain(
     pg = _echo_of(group) if group is not None else None
     if tensor is not None and pg is not None and not facts:
         quantized, reason = pg._explain(tensor)
-        return Explanation(quantized, reason, _facts_of_tensor(tensor))
+        found = _facts_of_tensor(tensor)
+        return Explanation(quantized, reason, found | _limit(pg._config, found["device"]))
     known = _facts_of_tensor(tensor) if tensor is not None else _facts_of_size(numel, shape, dtype)
     if pg is not None:
         known |= {"group_size": pg.size(), "group_desc": pg._desc()}
     known |= facts
     config = pg._config if pg is not None else (options or Options()).to_config()
     quantized, reason = extension.decide(config, known)
-    return Explanation(quantized, reason, known)
+    return Explanation(quantized, reason, known | _limit(config, known.get("device", "cpu")))
 
 
 def stats(group: Any = None) -> dict[str, Any]:
@@ -77,8 +80,9 @@ def stats(group: Any = None) -> dict[str, Any]:
 
     Returns calls_quantized, bytes_quantized (of tensors), calls_forwarded, bytes_forwarded, forwarded (reason -> calls
     and bytes), wire_bytes (sent by this rank, padding included), state_bytes, passes and sites (quantized calls of the
-    pass under way or just over) by direction; for one group also rank, size, fabric ("peer", "wire" or
-    "none" before the first quantized call), fabric_reason (why not peer, where that was tried), fault and, with
+    pass under way or just over) by direction; for one group also rank, size, min_bytes (bytes from which on tensors are
+    quantized, by device type: "auto" as the number it means there), fabric ("peer", "wire" or "none" before the first
+    quantized call), fabric_reason (why not peer, where that was tried), fault and, with
     `Options(diagnostics=True)`, the norms of the error [6.1]. A call recorded into a CUDA graph counts once, its
     replays do not.
 
@@ -88,8 +92,9 @@ def stats(group: Any = None) -> dict[str, Any]:
         return dict(_echo_of(group)._stats())
     total: dict[str, Any] = dict.fromkeys(_COUNTERS, 0)
     groups = live_groups()
+    of_one_group = ("rank", "size", "min_bytes", "diagnostics")
     for pg in groups:
-        _add(total, {name: value for name, value in pg._stats().items() if name not in ("rank", "size", "diagnostics")})
+        _add(total, {name: value for name, value in pg._stats().items() if name not in of_one_group})
     return total | {"groups": len(groups)}
 
 
@@ -200,6 +205,12 @@ def _facts_of_size(numel: int | None, shape: Sequence[int] | None, dtype: Any) -
     dims = 2 if shape is None else len(shape)
     facts = {"numel": count, "ndim": dims, "dtype": str(dtype or "bfloat16").removeprefix("torch.")}
     return facts | _row(shape or ())
+
+
+def _limit(config: Any, device_type: str) -> dict[str, int]:
+    """The size that was asked for on such a device, where there is one."""
+    found = getattr(config, f"min_bytes_{device_type}", None)
+    return {} if found is None else {"min_bytes": found}
 
 
 def _row(shape: Sequence[int]) -> dict[str, int]:

@@ -17,7 +17,7 @@ from transformers.distributed import DistributedConfig
 
 import echo_pg
 
-STEPS, BATCH, LENGTH = 6, 8, 256
+STEPS, BATCH, LENGTH = 6, 16, 256
 
 if torch.cuda.is_available():
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))

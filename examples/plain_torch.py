@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional as F
 
-STEPS, BATCH, LENGTH, WIDTH, LAYERS = 20, 16, 128, 256, 2
+STEPS, BATCH, LENGTH, WIDTH, LAYERS = 20, 32, 128, 256, 2
 
 
 class Block(nn.Module):

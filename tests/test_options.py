@@ -34,7 +34,7 @@ def test_defaults_are_the_documented_ones():
     assert (chosen.eta, chosen.a, chosen.beta1, chosen.beta2) == (0.9, 0.0, 0.7, 0.0)
     assert (chosen.early_sites, chosen.early_bits, chosen.rescale) == (0, 8, "auto")
     assert chosen.recompute == "feedback"
-    assert (chosen.policy, chosen.min_bytes, chosen.dtypes) == ("auto", 1 << 20, ("bfloat16", "float16"))
+    assert (chosen.policy, chosen.min_bytes, chosen.dtypes) == ("auto", "auto", ("bfloat16", "float16"))
     assert (chosen.allow, chosen.deny, chosen.fabric, chosen.workspace_bytes) == ("", "", "auto", 64 << 20)
     assert (chosen.timeout, chosen.diagnostics, chosen.allow_shared_gpu) == (None, False, False)
 
@@ -133,8 +133,11 @@ BAD = [
     ("rescale", True, "'auto', 'on', 'off'"),
     ("recompute", "twice", "'exact', 'plain', 'feedback'"),
     ("policy", "some", "'auto', 'all', 'off'"),
-    ("min_bytes", -1, "at least 0"),
-    ("min_bytes", 1 << 70, "at least 0"),
+    ("min_bytes", -1, "'auto' or a number of bytes of at least 0 and below 2**62"),
+    ("min_bytes", 1 << 62, "at least 0 and below 2**62"),
+    ("min_bytes", "1 MiB", "'auto' or a number of bytes"),
+    ("min_bytes", True, "'auto' or a number of bytes"),
+    ("min_bytes", None, "'auto' or a number of bytes"),
     ("early_sites", 1 << 70, "count of at least 0"),
     ("allow", "\ud800", "can be encoded"),
     ("dtypes", ("float64",), "float32, bfloat16, float16"),
@@ -153,7 +156,7 @@ BAD = [
 def test_a_bad_value_is_named_with_its_limit(name, value, limit):
     with pytest.raises(ValueError) as caught:
         Options(**{name: value})
-    assert name in str(caught.value) and limit in str(caught.value)
+    assert f"{name}={value!r}" in str(caught.value) and limit in str(caught.value)
 
 
 def test_runs_are_the_largest_powers_of_two_that_divide_a_group_unless_told():
@@ -170,6 +173,22 @@ def test_runs_are_the_largest_powers_of_two_that_divide_a_group_unless_told():
 def test_an_unreadable_variable_is_named(name, text, monkeypatch):
     monkeypatch.setenv(f"ECHO_{name}", text)
     with pytest.raises(ValueError, match=f"ECHO_{name}='{text}' cannot be read"):
+        Options()
+
+
+def test_min_bytes_by_device(monkeypatch):
+    for shipped in Options(), Options(min_bytes="auto"), Options.paper():
+        assert (shipped.min_bytes_on("cpu"), shipped.min_bytes_on("cuda")) == (1 << 20, 2 << 20)
+    for least in 0, 3 << 20, (1 << 62) - 1:
+        assert {Options(min_bytes=least).min_bytes_on(device) for device in ("cpu", "cuda")} == {least}
+    with pytest.raises(ValueError, match="device_type='xpu' must be one of 'cpu', 'cuda'"):
+        Options().min_bytes_on("xpu")
+    for text, least in ("auto", "auto"), (" Auto ", "auto"), ("1MiB", 1 << 20), ("0", 0):
+        monkeypatch.setenv("ECHO_MIN_BYTES", text)
+        assert Options().min_bytes == least
+    assert Options(min_bytes="auto").min_bytes == "auto", "an argument wins"
+    monkeypatch.setenv("ECHO_MIN_BYTES", "car")
+    with pytest.raises(ValueError, match="ECHO_MIN_BYTES='car' cannot be read: use .* KiB, MiB or GiB, or auto"):
         Options()
 
 

@@ -84,10 +84,15 @@ def test_halves_of_a_batch_are_as_eligible_as_the_whole() -> None:
 
 def test_size_and_dtypes() -> None:
     assert decide({"row_elems": 16}) == (True, "tensor parallel")
-    assert decide({"numel": 512}, min_bytes=1024) == (True, "tensor parallel")
-    assert decide({"numel": 511}, min_bytes=1024) == (False, "below min_bytes")
-    assert decide({"numel": 256, "dtype": "float32"}, min_bytes=1024, dtypes=["float32"])[0]
-    assert decide({"numel": 511}, min_bytes=1024, policy="all") == (False, "below min_bytes")
+    assert decide({"numel": 512}, min_bytes_cpu=1024) == (True, "tensor parallel")
+    assert decide({"numel": 511}, min_bytes_cpu=1024) == (False, "below min_bytes")
+    assert decide({"numel": 256, "dtype": "float32"}, min_bytes_cpu=1024, dtypes=["float32"])[0]
+    assert decide({"numel": 511}, min_bytes_cpu=1024, policy="all") == (False, "below min_bytes")
+    cuda = {"device": "cuda", "device_supported": True}
+    assert decide({"numel": 1024} | cuda, min_bytes_cpu=1024, min_bytes_cuda=2048) == (True, "tensor parallel")
+    assert decide({"numel": 1023} | cuda, min_bytes_cpu=1024, min_bytes_cuda=2048) == (False, "below min_bytes")
+    with pytest.raises(ValueError, match="min_bytes is -1, but must not be negative"):
+        decide({}, min_bytes_cuda=-1)
 
 
 @pytest.mark.parametrize(

@@ -79,7 +79,8 @@ std::string obstacle(const PolicyRules& rules, const CallFacts& facts) {
   if (facts.coalesced) return "inside a coalescing bracket";
   if (facts.capturing) return "stream capture";
   if (facts.exact) return "exact()";
-  if (facts.numel * quantizable_elem_bytes(facts.dtype) < rules.min_bytes) return "below min_bytes";
+  const int64_t min_bytes = facts.on_cuda ? rules.min_bytes_cuda : rules.min_bytes_cpu;
+  if (facts.numel * quantizable_elem_bytes(facts.dtype) < min_bytes) return "below min_bytes";
   if (facts.group == GroupKind::kDeniedByUser) return "denied group";
   return {};
 }

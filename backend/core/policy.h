@@ -30,7 +30,8 @@ enum class ModuleRole : uint8_t { kPlain, kEmbedding, kOutput, kOpaque, kResidua
 
 struct PolicyRules {
   PolicyMode mode = PolicyMode::kAuto;
-  int64_t min_bytes = 0;
+  int64_t min_bytes_cpu = 0;        // smaller tensors of that kind of memory stay exact
+  int64_t min_bytes_cuda = 0;
   bool exact_recompute = false;     // what backward recomputes stays exact
   std::vector<std::string> dtypes;  // "bfloat16", "float16", "float32"
   std::optional<std::regex> allow;  // searched in the group's description; both win over the built-in lists
@@ -45,6 +46,7 @@ struct CallFacts {
   std::string_view op = "SUM";  // name of the c10d reduce operation
   std::string_view dtype = "bfloat16";
   std::string_view device_obstacle;  // why this device's tensors cannot be quantized here, empty if they can
+  bool on_cuda = false;              // else in memory of the host
   int64_t tensors = 1;
   int64_t numel = 0;
   int64_t ndim = 2;

@@ -134,6 +134,8 @@ py::dict stats_dict(ProcessGroupEcho& group) {
   dict["fabric"] = report.fabric;
   dict["fabric_reason"] = report.fabric_reason;
   dict["isa"] = std::string(cpu::active_isa());
+  dict["min_bytes"] = py::dict(py::arg("cpu") = group.config().min_bytes_cpu,
+                               py::arg("cuda") = group.config().min_bytes_cuda);
   dict["fault"] = report.fault;
   dict["calls_quantized"] = report.counts.quantized.calls;
   dict["bytes_quantized"] = report.counts.quantized.bytes;

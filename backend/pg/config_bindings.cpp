@@ -25,7 +25,7 @@ struct NamedFacts {
   std::string dtype = "bfloat16";
   std::string device = "cpu";
   std::string group_desc = "default_pg";
-  bool device_supported = true;
+  std::optional<bool> device_supported;  // nullopt: as this build says
 };
 
 using Setter = std::function<void(NamedFacts&, py::handle)>;
@@ -81,7 +81,9 @@ std::pair<bool, std::string> decide_from_python(const Config& config, const py::
   const PolicyRules rules = make_policy_rules(config);
   named.facts.op = named.op;
   named.facts.dtype = named.dtype;
-  named.facts.device_obstacle = named.device_supported ? device_obstacle(named.device) : "device not supported";
+  named.facts.on_cuda = named.device == "cuda";
+  const std::string_view told = named.device_supported.value_or(true) ? "" : "device not supported";
+  named.facts.device_obstacle = named.device_supported ? told : device_obstacle(named.device);
   named.facts.group = classify_group(rules, named.group_desc);
   const Decision decision = decide(rules, named.facts);
   return {decision.quantize, decision.reason};
@@ -125,7 +127,8 @@ void bind_config(py::module_& m) {
       .def_readwrite("rescale", &Config::rescale)
       .def_readwrite("recompute", &Config::recompute)
       .def_readwrite("policy", &Config::policy)
-      .def_readwrite("min_bytes", &Config::min_bytes)
+      .def_readwrite("min_bytes_cpu", &Config::min_bytes_cpu)
+      .def_readwrite("min_bytes_cuda", &Config::min_bytes_cuda)
       .def_readwrite("dtypes", &Config::dtypes)
       .def_readwrite("allow", &Config::allow)
       .def_readwrite("deny", &Config::deny)

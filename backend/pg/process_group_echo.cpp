@@ -135,6 +135,7 @@ CallFacts ProcessGroupEcho::facts_of(const at::Tensor& tensor, std::string_view 
   facts.op = op;
   facts.dtype = dtype_name(tensor.scalar_type());
   facts.device_obstacle = device_obstacle(c10::DeviceTypeName(tensor.device().type(), /*lower_case=*/true));
+  facts.on_cuda = tensor.is_cuda();
   facts.numel = tensor.numel();
   facts.ndim = tensor.dim();
   if (facts.ndim > 0) facts.row_elems = tensor.size(-1);

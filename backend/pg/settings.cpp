@@ -156,7 +156,8 @@ PolicyRules make_policy_rules(const Config& config) {
   PolicyRules rules;
   rules.mode = parse<PolicyMode>("policy", config.policy,
                                  {{"auto", PolicyMode::kAuto}, {"all", PolicyMode::kAll}, {"off", PolicyMode::kOff}});
-  rules.min_bytes = config.min_bytes;
+  rules.min_bytes_cpu = config.min_bytes_cpu;
+  rules.min_bytes_cuda = config.min_bytes_cuda;
   rules.exact_recompute = parse_recompute(config.recompute) == Recompute::kExact;
   rules.dtypes = config.dtypes;
   rules.allow = parse_pattern("allow", config.allow);
@@ -167,7 +168,9 @@ PolicyRules make_policy_rules(const Config& config) {
 void validate(const Config& config) {
   validate_codec(config);
   validate_feedback(config);
-  TORCH_CHECK_VALUE(config.min_bytes >= 0, "min_bytes is ", config.min_bytes, ", but must not be negative");
+  for (const int64_t bytes : {config.min_bytes_cpu, config.min_bytes_cuda}) {
+    TORCH_CHECK_VALUE(bytes >= 0, "min_bytes is ", bytes, ", but must not be negative");
+  }
   TORCH_CHECK_VALUE(config.workspace_bytes > 0, "workspace_bytes is ", config.workspace_bytes,
                     ", but must be positive");
   for (const std::string& dtype : config.dtypes) {

@@ -36,7 +36,8 @@ struct Config {
   std::string rescale = "auto";
   std::string recompute = "feedback";
   std::string policy = "auto";
-  int64_t min_bytes = 0;
+  int64_t min_bytes_cpu = 0;  // of tensors on the CPU, and on a GPU
+  int64_t min_bytes_cuda = 0;
   std::vector<std::string> dtypes = {"bfloat16", "float16"};
   std::string allow;  // regular expressions, "" for none
   std::string deny;

@@ -69,7 +69,7 @@ def _main() -> list[Row]:
     return [
         Row(REFERENCE, {}, SETS, greedy=True),
         Row(default, {}, ("main", "local", "group-size", "rotation", "early"), greedy=True, plain=PLAIN),
-        _shipped("min_bytes as shipped", "main", greedy=True, min_bytes=1 << 20),
+        _shipped("min_bytes as shipped", "main", greedy=True, min_bytes="auto"),
         Row("8-bit default", {"bits": 8}, ("main", "group-size"), greedy=True),
         _local("two averages", "main", "local", "group-size", "rotation", "scale-tau-clip", "early", greedy=True),
         _local("two averages", "main", "group-size", bits=8),

@@ -246,7 +246,8 @@ def _measure(
     forwards.remove()
     after = report.stats(dist.group.WORLD)
     counted = {name: after[name] - before[name] for name in COUNTERS}
-    check(row.name, chosen, forwards.site_bytes, 2 * model.config.num_hidden_layers, counted["calls_quantized"])
+    sites, quantized = 2 * model.config.num_hidden_layers, counted["calls_quantized"]
+    check(row.name, chosen, session.device.type, forwards.site_bytes, sites, quantized)
     found |= counted | {"state_bytes": after["state_bytes"], "fabric": after["fabric"]}
     found |= {"row": row.name, "sets": list(row.sets), "plain": row.plain, "part": part}
     del model
@@ -255,9 +256,10 @@ def _measure(
     return found | {"options": results.plain_options(chosen), "forwards": len(forwards.site_bytes)}
 
 
-def check(name: str, chosen: Any, site_bytes: list[int], sites: int, quantized: int) -> None:
+def check(name: str, chosen: Any, device_type: str, site_bytes: list[int], sites: int, quantized: int) -> None:
     """Every site of every pass must have been quantized, where the options say so; else the row means nothing."""
-    expected = 0 if chosen.policy == "off" else sum(sites for size in site_bytes if size >= chosen.min_bytes)
+    least = chosen.min_bytes_on(device_type)
+    expected = 0 if chosen.policy == "off" else sum(sites for size in site_bytes if size >= least)
     if quantized != expected:
         raise RuntimeError(
             f"{name}: {quantized} quantized all-reduces in {len(site_bytes)} forward passes, expected {expected}"

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..options import DTYPES, parse_bytes
+from ..option_values import parse_bytes
+from ..options import DTYPES
 from . import methods
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30

@@ -68,11 +68,12 @@ class Sums:
 
 @dataclass
 class Variant:
-    """A row at work in the model: `group` sums, None for nobody. chosen: its options."""
+    """A row at work in the model: `group` sums, None for nobody. chosen: its options. device_type: of what it sums."""
 
     row: Row
     group: Any
     chosen: Any = None
+    device_type: str = "cpu"
 
     def quantized(self) -> int:
         """Calls so far."""
@@ -80,7 +81,7 @@ class Variant:
 
     def quantizes(self, sum_bytes: int, recorded: bool = False) -> bool:
         """Whether sums of that size are to be quantized in the model; over the wire recorded ones are not."""
-        if self.chosen is None or sum_bytes < self.chosen.min_bytes:
+        if self.chosen is None or sum_bytes < self.chosen.min_bytes_on(self.device_type):
             return False
         return not recorded or report.stats(self.group)["fabric"] == "peer"
 

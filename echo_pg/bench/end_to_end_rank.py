@@ -122,7 +122,7 @@ class Rank:
             sizes: dict[str, Any] = {} if shipped_sizes or row.shipped else {"min_bytes": 0}
             chosen = options.Options(**(sizes | row.changes))
             group = dist.new_group(backend="echo", group_desc="tp", pg_options=chosen, timeout=_TIMEOUT)
-            made.append(Variant(row, group, chosen))
+            made.append(Variant(row, group, chosen, self.device.type))
         return made
 
     def interleave(
@@ -253,7 +253,7 @@ class Rank:
         self.alone.settings = settings
 
         def done(size: int, rows: list[results.Measured]) -> None:
-            variants = [Variant(row.row, None, row.options) for row in rows]
+            variants = [Variant(row.row, None, row.options, self.device.type) for row in rows]
             extra = {"load": duty, "phase": "alone", "batch": None, "sum_bytes": size, "sums": 1}
             self._record(variants, [row.seconds for row in rows], extra)
 

@@ -20,7 +20,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from ..options import parse_bytes
+from ..option_values import parse_bytes
 from . import results
 from .results import Record
 

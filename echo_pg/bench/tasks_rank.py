@@ -152,7 +152,9 @@ def _measure(session: Session, model: Any, row: Row, task: Task, chosen: Any) ->
     counted = {name: after[name] - before[name] for name in accuracy_run.COUNTERS}
     if chosen is not None:
         sites = 2 * model.config.num_hidden_layers
-        accuracy_run.check(row.name, chosen, forwards.site_bytes, sites, counted["calls_quantized"])
+        accuracy_run.check(
+            row.name, chosen, session.place.device.type, forwards.site_bytes, sites, counted["calls_quantized"]
+        )
     return counted | {
         "task": task.name,
         "shots": outcome.shots,

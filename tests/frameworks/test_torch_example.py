@@ -21,7 +21,7 @@ def test_plain_torch() -> None:
     first, last, exact = map(float, re.findall(r"\d+\.\d+", done.stdout.splitlines()[0]))
     difference = float(re.search(r"steps: (\S+)", done.stdout).group(1))  # type: ignore[union-attr]
     assert last < first - 1 and difference < 0.01 * exact
-    # 20 steps of 2 layers, each with 2 sums forward and 4 backward, of 1 MiB each; 4.25 of 16 bits are sent.
+    # 20 steps of 2 layers, each with 2 sums forward and 4 backward, of 2 MiB each; 4.25 of 16 bits are sent.
     assert "240 all-reduces quantized" in done.stdout
-    assert "176.2 of 240.0 MiB saved" in done.stdout
+    assert "352.5 of 480.0 MiB saved" in done.stdout
     assert "4 bits" in done.stderr, "rank 0 says what it does"
