@@ -23,7 +23,6 @@ from .answers import on_thread
 from .options import Options
 
 _ASK_PERIOD = 1.0  # seconds between two questions to the store whether another rank has failed meanwhile
-_FORWARDED = ": exact all_reduce number "  # in what is reported of a forwarded call that failed
 _LOOK_PERIOD = 0.2  # seconds between two looks at the processes while an inner backend connects
 _CONNECT_GRACE = timedelta(seconds=0.5)  # beyond the time-out, in which Gloo may say itself what it waits for
 
@@ -266,7 +265,7 @@ def _make_gloo(place: Place, role: str, device_type: str) -> Any:
 
 def _while_all_live(connect: Callable[[], Any], place: Place, deadline: float) -> Any:
     """What `connect` returns or raises; DistBackendError as soon as a process of the group has ended or a rank has
-    reported a failure, or after the deadline.
+    reported a failure that ends the group, or after the deadline.
 
     Gloo waits for connections to and from a process that has ended, or moves no more, up to five times its time-out,
     and nothing ends that. So it does so on a thread, which is left behind then, with its sockets, until it gives up.
@@ -288,8 +287,8 @@ def _while_all_live(connect: Callable[[], Any], place: Place, deadline: float) -
         if now > next_question:
             report = build.extension().first_report(place.own_store, place.rank, place.size, place.processes)
             # A group at work may have survived a forwarded call that failed, whose report stays.
-            if report and _FORWARDED not in report:
-                raise DistBackendError(report)
+            if report is not None and not report.group_survives:
+                raise DistBackendError(str(report))
             next_question = now + _ASK_PERIOD
 
 

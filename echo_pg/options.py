@@ -204,7 +204,7 @@ class Options:
     def _check_policy_and_transport(self) -> None:
         self._require_one_of("policy", "auto", "all", "off")
         least = self.min_bytes
-        in_range = least == AUTO or (is_int(least) and 0 <= least < COUNT_LIMIT)
+        in_range = least == AUTO if isinstance(least, str) else is_int(least) and 0 <= least < COUNT_LIMIT
         self._require("min_bytes", in_range, f"{AUTO!r} or a number of bytes of at least 0 and below 2**62")
         given = self.dtypes if isinstance(self.dtypes, (tuple, list, set, frozenset)) else (self.dtypes,)
         names = tuple(str(dtype).removeprefix("torch.") for dtype in given)

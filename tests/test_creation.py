@@ -3,20 +3,16 @@
 Each case is a short program, run once per rank in processes of its own that meet over a file.
 """
 
-import contextlib
 import os
 import subprocess
 import sys
-import time
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
 import echo_pg
-from echo_pg import Options, creation
+from echo_pg import Options
 
 PRELUDE = """
 import datetime, os, sys, time, warnings, torch, torch.distributed as dist, torch.nn as nn
@@ -229,23 +225,3 @@ def test_the_doctor_over_two_ranks():
     done = subprocess.run([*command, "-m", "echo_pg", "doctor"], capture_output=True, text=True, timeout=120, cwd="/")
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("live: 2 ranks, fabric peer") == 3 and "All is well." in done.stdout
-
-
-@pytest.mark.parametrize(("kind", "ends"), [("exact", False), ("quantized", True)])
-def test_the_report_of_a_survived_forwarded_call_ends_no_connecting(
-    kind: str, ends: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It stays where ranks report, and a connecting that takes long reads it there."""
-    text = f"rank 1 reports: rank 1 of 2: {kind} all_reduce number 3 (60000 elements, bfloat16) of group '1' failed"
-    monkeypatch.setattr(creation.build, "extension", lambda: SimpleNamespace(first_report=lambda *_: text))
-    monkeypatch.setattr(creation, "_ASK_PERIOD", 0.05)
-    monkeypatch.setattr(creation, "_LOOK_PERIOD", 0.02)
-    processes = SimpleNamespace(exited=lambda: "")
-    place: Any = SimpleNamespace(processes=processes, own_store=None, rank=0, size=2)
-
-    def connect() -> str:
-        time.sleep(0.5)
-        return "connected"
-
-    with pytest.raises(dist.DistBackendError, match="number 3") if ends else contextlib.nullcontext():
-        assert creation._while_all_live(connect, place, time.monotonic() + 30) == "connected"

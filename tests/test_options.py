@@ -188,7 +188,7 @@ def test_min_bytes_by_device(monkeypatch):
         assert Options().min_bytes == least
     assert Options(min_bytes="auto").min_bytes == "auto", "an argument wins"
     monkeypatch.setenv("ECHO_MIN_BYTES", "car")
-    with pytest.raises(ValueError, match="ECHO_MIN_BYTES='car' cannot be read: use .* KiB, MiB or GiB, or auto"):
+    with pytest.raises(ValueError, match=r"ECHO_MIN_BYTES='car' cannot be read: use .* KiB, MiB or GiB, or auto"):
         Options()
 
 

@@ -30,7 +30,7 @@ enum class ModuleRole : uint8_t { kPlain, kEmbedding, kOutput, kOpaque, kResidua
 
 struct PolicyRules {
   PolicyMode mode = PolicyMode::kAuto;
-  int64_t min_bytes_cpu = 0;        // smaller tensors of that kind of memory stay exact
+  int64_t min_bytes_cpu = 0;  // smaller tensors of that kind of memory stay exact
   int64_t min_bytes_cuda = 0;
   bool exact_recompute = false;     // what backward recomputes stays exact
   std::vector<std::string> dtypes;  // "bfloat16", "float16", "float32"

@@ -134,8 +134,8 @@ py::dict stats_dict(ProcessGroupEcho& group) {
   dict["fabric"] = report.fabric;
   dict["fabric_reason"] = report.fabric_reason;
   dict["isa"] = std::string(cpu::active_isa());
-  dict["min_bytes"] = py::dict(py::arg("cpu") = group.config().min_bytes_cpu,
-                               py::arg("cuda") = group.config().min_bytes_cuda);
+  dict["min_bytes"] =
+      py::dict(py::arg("cpu") = group.config().min_bytes_cpu, py::arg("cuda") = group.config().min_bytes_cuda);
   dict["fault"] = report.fault;
   dict["calls_quantized"] = report.counts.quantized.calls;
   dict["bytes_quantized"] = report.counts.quantized.bytes;
@@ -220,6 +220,10 @@ void bind_processes(py::module_& m) {
         return c10::make_intrusive<WatchedStore>(std::move(store), std::move(processes), timeout);
       },
       py::arg("store"), py::arg("processes"), py::arg("timeout"));
+  py::class_<FaultReport>(m, "FaultReport")
+      .def_property_readonly("group_survives",
+                             [](const FaultReport& report) { return report.fate == GroupFate::kSurvives; })
+      .def("__str__", &FaultReport::in_words);
   m.def(
       "first_report",
       [](c10::intrusive_ptr<c10d::Store> store, int32_t rank, int32_t size, std::shared_ptr<Processes> processes) {
@@ -231,7 +235,7 @@ void bind_processes(py::module_& m) {
       "fault_reports",
       [](c10::intrusive_ptr<c10d::Store> store, int32_t rank, int32_t size, std::shared_ptr<Processes> processes,
          const std::string& mine) {
-        return FaultReports(std::move(store), rank, size, std::move(processes)).exchange(mine);
+        return FaultReports(std::move(store), rank, size, std::move(processes)).exchange(mine, GroupFate::kEnds);
       },
       py::arg("store"), py::arg("rank"), py::arg("size"), py::arg("processes"), py::arg("mine"),
       py::call_guard<py::gil_scoped_release>());

@@ -46,16 +46,17 @@ constexpr char kFirstKey[] = "first";  // one question tells whether any rank ha
 std::string own_key(int32_t rank) { return "own/" + std::to_string(rank); }
 std::string other_key(int32_t rank) { return "other/" + std::to_string(rank); }
 
-void write(const Member& member, const std::string& key, const std::string& text) {
-  member.store->set(key, std::vector<uint8_t>(text.begin(), text.end()));
+void write(const Member& member, const std::string& key, const FaultReport& report) {
+  const std::string stored = to_stored(report);
+  member.store->set(key, std::vector<uint8_t>(stored.begin(), stored.end()));
 }
 
-std::string read(const Member& member, const std::string& key) {
-  if (!member.store->check({key})) return {};
-  const std::vector<uint8_t> bytes = member.store->get(key);
-  return {bytes.begin(), bytes.end()};
+std::optional<FaultReport> read(const Member& member, const std::string& key) {
+  if (!member.store->check({key})) return std::nullopt;
+  return from_stored(member.store->get_to_str(key), member.size);
 }
 
+// Nothing of theirs has failed: who waits there learns why this rank does not come.
 void tell_other_groups(const std::shared_ptr<Member>& own, const std::string& text) {
   std::vector<std::weak_ptr<Member>> members;
   {
@@ -66,7 +67,7 @@ void tell_other_groups(const std::shared_ptr<Member>& own, const std::string& te
     const std::shared_ptr<Member> member = weak.lock();
     if (!member || member == own) continue;
     try {
-      write(*member, other_key(member->rank), text);
+      write(*member, other_key(member->rank), {member->rank, GroupFate::kSurvives, text});
     } catch (const std::exception&) {
       // Its store has gone with its process.
     }
@@ -81,17 +82,19 @@ struct Heard {
   bool complete = false;
 };
 
-void say(const Member& member, const std::string& text) {
-  write(member, own_key(member.rank), text);
-  if (member.store->check({kFirstKey})) return;
-  write(member, kFirstKey, "rank " + std::to_string(member.rank) + " reports: " + text);
+void say(const Member& member, const FaultReport& mine) {
+  write(member, own_key(member.rank), mine);
+  const std::optional<FaultReport> first = read(member, kFirstKey);
+  // What the group has survived gives way to what ends it.
+  if (first && (first->fate == GroupFate::kEnds || mine.fate == GroupFate::kSurvives)) return;
+  write(member, kFirstKey, mine);
 }
 
 // Talks to the store, which may not answer for ever: on a thread that nobody waits for longer than kPatience.
-void converse(const std::shared_ptr<Member>& member, const std::string& mine, const std::shared_ptr<Heard>& heard) {
+void converse(const std::shared_ptr<Member>& member, const FaultReport& mine, const std::shared_ptr<Heard>& heard) {
   try {
     say(*member, mine);
-    tell_other_groups(member, mine);
+    tell_other_groups(member, mine.text);
     const auto deadline = Clock::now() + FaultReports::kPatience;
     std::vector<int32_t> missing;
     for (int32_t rank = 0; rank < member->size; ++rank) {
@@ -101,11 +104,11 @@ void converse(const std::shared_ptr<Member>& member, const std::string& mine, co
       const bool last = Clock::now() + kPause >= deadline;
       std::erase_if(missing, [&](int32_t rank) {
         const bool exited = member->processes->has_exited(rank);  // asked first: what it said before it ended counts
-        std::string text = read(*member, own_key(rank));
-        if (text.empty() && last) text = read(*member, other_key(rank));
+        std::optional<FaultReport> report = read(*member, own_key(rank));
+        if (!report && last) report = read(*member, other_key(rank));
         const std::lock_guard lock(heard->mutex);
-        if (!text.empty()) heard->texts[rank] = text;
-        return exited || !text.empty();
+        if (report) heard->texts[rank] = report->text;
+        return exited || report.has_value();
       });
       if (missing.empty() || last) break;
       std::this_thread::sleep_for(kPause);
@@ -156,8 +159,8 @@ FaultReports::FaultReports(c10::intrusive_ptr<c10d::Store> store, int32_t rank, 
 
 FaultReports::~FaultReports() = default;
 
-std::string FaultReports::first_heard() const {
-  return answer_within(kPatience, [member = member_] { return read(*member, kFirstKey); }).value_or("");
+std::optional<FaultReport> FaultReports::first_heard() const {
+  return answer_within(kPatience, [member = member_] { return read(*member, kFirstKey); }).value_or(std::nullopt);
 }
 
 const std::shared_ptr<const Processes>& FaultReports::processes() const { return member_->processes; }
@@ -166,11 +169,12 @@ std::string FaultReports::name() const {
   return "rank " + std::to_string(member_->rank) + " of " + std::to_string(member_->size);
 }
 
-std::string FaultReports::exchange(const std::string& mine) const {
+std::string FaultReports::exchange(const std::string& text, GroupFate fate) const {
   if (member_->size > kMostRanks) {
     const std::string exited = member_->processes->exited();
     return exited.empty() ? exited : "; " + exited;
   }
+  const FaultReport mine{member_->rank, fate, text};
   const auto heard = std::make_shared<Heard>();
   try {
     std::thread([member = member_, mine, heard] { converse(member, mine, heard); }).detach();

@@ -4,10 +4,12 @@
 
 #include <chrono>
 #include <memory>
+#include <optional>
 #include <string>
 
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
+#include "fault_report.hpp"
 #include "processes.hpp"
 
 namespace echo::pg {
@@ -26,15 +28,17 @@ class FaultReports {
   FaultReports(const FaultReports&) = delete;
   FaultReports& operator=(const FaultReports&) = delete;
 
-  // Says `mine` to the other ranks, in every group of this process, since who waits for it may do so in another one.
+  // Says `text`, and what becomes of this group by it, to the other ranks, in every group of this process, since who
+  // waits for it may do so in another one.
   // Returns what is known of them, to be appended: who has exited, what they say, who is silent. Ends as soon as every
   // rank has spoken or exited, and after kPatience at the latest even where the store does not answer. In a group of
   // more than kMostRanks, whose questions would bury the store, only who has exited.
-  std::string exchange(const std::string& mine) const;
+  std::string exchange(const std::string& text, GroupFate fate) const;
 
-  // "rank 1 reports: ..." of the rank that failed first in this group and said so, empty if none has or the store does
-  // not answer. Throws what the store throws, and what a signal handler raises meanwhile.
-  std::string first_heard() const;
+  // What the rank said that was the first to end this group; before one has, the first report that the group survives.
+  // Nothing if there is none or the store does not answer. Throws what the store throws, and what a signal handler
+  // raises meanwhile.
+  std::optional<FaultReport> first_heard() const;
 
   const std::shared_ptr<const Processes>& processes() const;
 

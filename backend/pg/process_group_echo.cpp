@@ -191,7 +191,8 @@ WorkPtr ProcessGroupEcho::allreduce_exact(Tensors& tensors, const c10d::Allreduc
   if (!tensors[0].is_cpu()) return collect(inner, inner.allreduce(tensors, options));
   const auto rename = [core = core_, what](const std::string& cause) {
     const std::string text = what.text() + " failed: " + cause;
-    TORCH_CHECK_WITH(DistBackendError, false, text, core->aborting ? std::string() : core->reports.exchange(text));
+    TORCH_CHECK_WITH(DistBackendError, false, text,
+                     core->aborting ? std::string() : core->reports.exchange(text, GroupFate::kSurvives));
   };
   WorkPtr work;
   try {

@@ -115,7 +115,7 @@ std::exception_ptr fail_call(GroupCore& core, const CallName& what, const std::s
   if (PeerFabric* fabric = core.peer_fabric) fabric->abort();
   core.cuda_fabrics.abort(text);
   if (first && !core.aborting) {
-    text += core.reports.exchange(text);
+    text += core.reports.exchange(text, GroupFate::kEnds);
     core.fault.replace(text);
   }
   return std::make_exception_ptr(c10::DistBackendError({__func__, __FILE__, uint32_t{__LINE__}}, text));

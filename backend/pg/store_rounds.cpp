@@ -50,9 +50,10 @@ std::vector<std::string> StoreRounds::exchange(const std::string& text) {
 }
 
 std::string StoreRounds::who_cannot_come(const std::vector<std::string>& keys) {
-  const std::string failure = reports_.first_heard();
+  const std::optional<FaultReport> failure = reports_.first_heard();
+  const bool ends = failure && failure->fate == GroupFate::kEnds;
   // A store that does not answer tells nothing: the wait goes on until its time-out.
-  if (!failure.empty() && !holds(keys).value_or(true)) return failure;
+  if (ends && !holds(keys).value_or(true)) return failure->in_words();
   for (int32_t rank = 0; rank < size_; ++rank) {
     // Asked in this order: what a process said before it ended counts.
     if (!reports_.processes()->has_exited(rank) || holds({keys[rank]}).value_or(true)) continue;

@@ -27,8 +27,8 @@ class StoreRounds {
         reports_(reports) {}
 
   // Collective: this rank's part of a round, and the texts of all by rank. Throws c10::DistBackendError that names who
-  // did not come within the time-out, had exited before it spoke, or reports a failure of this group; and what a signal
-  // handler raises meanwhile.
+  // did not come within the time-out, had exited before it spoke, or reports a failure that ends this group; and what a
+  // signal handler raises meanwhile.
   std::vector<std::string> exchange(const std::string& text);
 
   // Collective: what went wrong on this rank, empty if nothing did, for the first failure of all ranks, "rank 1: ...".
