@@ -17,7 +17,7 @@ from test_backend import contribution, exact_sum, is_close
 from torch import Tensor, nn
 
 import echo_pg
-from echo_pg import Options, compatibility, creation
+from echo_pg import Options, compatibility, creation, inner_backends
 
 CPU = torch.device("cpu")
 ALL = {"policy": "all", "min_bytes": 0}
@@ -43,9 +43,9 @@ def start_bound(rank: int, size: int, folder: str, **options: Any) -> None:
     """init_process_group("echo", device_id=...) as on a machine with GPUs, with a second Gloo group in NCCL's place."""
 
     def gloo_for_cuda(place: Any, role: str, inner_options: Any) -> Any:
-        return creation._make_gloo(place, role, "cuda")
+        return inner_backends.make_gloo(place, role, "cuda")
 
-    creation._make_nccl = gloo_for_cuda
+    inner_backends.make_nccl = gloo_for_cuda
     torch.accelerator.is_available = lambda: True
     torch.accelerator.current_accelerator = lambda check_available=False: torch.device("cuda")
     torch.accelerator.device_count = lambda: size
@@ -269,7 +269,7 @@ def nccl_world(monkeypatch: pytest.MonkeyPatch) -> FakeNccl:
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(c10d, "_get_default_group", lambda: SimpleNamespace(bound_device_id=device))
     monkeypatch.setattr(c10d, "_get_split_source", lambda group: world)
-    monkeypatch.setattr(creation, "_nccl_class", lambda: FakeNccl)
+    monkeypatch.setattr(inner_backends, "nccl_class", lambda: FakeNccl)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     return world
 
@@ -280,9 +280,9 @@ def wanted(**changes: Any) -> Any:
 
 
 def test_members_split_from_the_group_that_the_others_split(nccl_world: FakeNccl) -> None:
-    place = creation.Place(dist.HashStore(), 0, 1, timedelta(seconds=5), "9", [3], split_from=nccl_world)
+    place = inner_backends.Place(dist.HashStore(), 0, 1, timedelta(seconds=5), "9", [3], split_from=nccl_world)
     mine = FakeNccl.Options(is_high_priority_stream=True)
-    inner = {role: creation._make_nccl(place, role, mine).options for role in ("pass", "wire")}
+    inner = {role: inner_backends.make_nccl(place, role, mine).options for role in ("pass", "wire")}
     color = dist.distributed_c10d._process_group_color([3])
     assert (inner["pass"].split_from, inner["pass"].split_color) == (nccl_world, color)
     assert inner["wire"].split_from is None, "made later, by members alone"
@@ -290,7 +290,7 @@ def test_members_split_from_the_group_that_the_others_split(nccl_world: FakeNccl
         assert (options._timeout, options.is_high_priority_stream) == (timedelta(seconds=5), True)
     assert mine.split_from is None, "the caller's options stay as they are"
     assert creation._split_source(place) is nccl_world
-    default = creation.Place(dist.HashStore(), 0, 1, timedelta(seconds=5), "0", [])
+    default = inner_backends.Place(dist.HashStore(), 0, 1, timedelta(seconds=5), "0", [])
     assert creation._split_source(default) is None
 
 

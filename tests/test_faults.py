@@ -245,10 +245,10 @@ def test_a_killed_rank_is_named_by_forwarded_calls() -> None:
 
 def run_death_while_connecting(rank: int, size: int, step: str) -> tuple[str, float]:
     """Rank 1 agrees to the new group, and ends before it connects, or before it knows that the others have."""
-    from echo_pg import creation
+    from echo_pg import inner_backends
 
     if rank == 1:
-        setattr(creation, step, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+        setattr(inner_backends, step, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
     start = time.monotonic()
     try:
         failing_group(timeout=60)
@@ -257,7 +257,7 @@ def run_death_while_connecting(rank: int, size: int, step: str) -> tuple[str, fl
     raise AssertionError("the group was created")
 
 
-@pytest.mark.parametrize("step", ["_make_gloo", "_meet"])
+@pytest.mark.parametrize("step", ["make_gloo", "_meet"])
 def test_a_rank_that_ends_while_groups_connect(step: str) -> None:
     results = run_ranks(run_death_while_connecting, 4, step, check=False)
     for rank in (0, 2, 3):
@@ -291,7 +291,7 @@ def test_ranks_have_a_group_when_all_are_connected() -> None:
 def run_stop_while_connecting(rank: int, size: int, first_call: bool) -> tuple[str, float]:
     """Rank 1 stops when Gloo is about to connect the new group, or its exchange in the first call. Whether Gloo then
     waits for it five times its time-out depends on its ports; here it does."""
-    from echo_pg import creation
+    from echo_pg import inner_backends
 
     group = failing_group(fabric="wire") if first_call else None
 
@@ -300,7 +300,7 @@ def run_stop_while_connecting(rank: int, size: int, first_call: bool) -> tuple[s
         raise dist.DistBackendError("too late")
 
     if rank == 1:
-        creation._make_gloo = stop_and_give_up  # type: ignore[assignment]
+        inner_backends.make_gloo = stop_and_give_up  # type: ignore[assignment]
     else:
         dist.ProcessGroupGloo = lambda *_, timeout: time.sleep(5 * timeout.total_seconds())
     return error_of(lambda: dist.all_reduce(contribution(rank), group=group) if first_call else failing_group())

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from ranks import run_ranks
 from test_backend import contribution, is_close
 
-from echo_pg import Options, alias, creation
+from echo_pg import Options, alias, creation, inner_backends
 
 CPU = torch.device("cpu")
 
@@ -27,15 +27,15 @@ def imitate_gpus() -> list[str]:
 
     def nccl(place: Any, role: str, inner_options: Any) -> Any:
         asked.append(f"NCCL for {role}")
-        return creation._make_gloo(place, role, "cuda")
+        return inner_backends.make_gloo(place, role, "cuda")
 
     def count() -> int:
         asked.append("device_count")
         return 2
 
     creation._may_have_gpus = lambda: True
-    creation._nccl_class = lambda: Nccl
-    creation._make_nccl = nccl
+    inner_backends.nccl_class = lambda: Nccl
+    inner_backends.make_nccl = nccl
     torch.cuda.device_count = count
     torch.cuda.is_available = lambda: count() > 0
     torch.cuda._lazy_init = lambda: asked.append("_lazy_init")

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from ranks import run_ranks
 
 import echo_pg
-from echo_pg import build, creation
+from echo_pg import build, inner_backends
 
 
 def run_survival(rank: int, size: int, fabric: str) -> tuple[str, float]:
@@ -60,8 +60,8 @@ def first_report(store: dist.Store, rank: int = 0, size: int = 2) -> Any:
 
 def connecting(stored: bytes | None, monkeypatch: pytest.MonkeyPatch) -> Callable[[], Any]:
     """A connecting that takes so long that the group's store is asked what has been reported."""
-    monkeypatch.setattr(creation, "_ASK_PERIOD", 0.05)
-    monkeypatch.setattr(creation, "_LOOK_PERIOD", 0.02)
+    monkeypatch.setattr(inner_backends, "_ASK_PERIOD", 0.05)
+    monkeypatch.setattr(inner_backends, "_LOOK_PERIOD", 0.02)
     processes = build.extension().Processes(0, 2, [])
     place: Any = SimpleNamespace(processes=processes, own_store=store_with(stored), rank=0, size=2)
 
@@ -69,7 +69,7 @@ def connecting(stored: bytes | None, monkeypatch: pytest.MonkeyPatch) -> Callabl
         time.sleep(0.5)
         return "connected"
 
-    return lambda: creation._while_all_live(connect, place, time.monotonic() + 30)
+    return lambda: inner_backends._while_all_live(connect, place, time.monotonic() + 30)
 
 
 @pytest.mark.parametrize("stored", [None, SURVIVES + EXACT, SURVIVES + QUANTIZED, SURVIVES])

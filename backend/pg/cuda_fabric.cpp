@@ -6,18 +6,13 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <charconv>
-#include <optional>
-#include <sstream>
-#include <stdexcept>
-#include <string_view>
-#include <system_error>
 
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
 #include <c10/util/Exception.h>
 
 #include "../core/tuning.h"
+#include "cuda_vote.hpp"
 #include "store_rounds.hpp"
 
 namespace echo::pg {
@@ -30,63 +25,6 @@ constexpr milliseconds kWatchPeriod{250};
 constexpr milliseconds kLeavePatience{5'000};
 constexpr milliseconds kUpdatePatience{1'000};
 constexpr milliseconds kLeavePoll{1};
-constexpr int32_t kOldestComputeCapability = 80;  // what the kernels are built for
-
-constexpr char kGoodMark = '+';  // in front of a text that says what was asked for; any other tells a failure
-constexpr size_t kMostUuidChars = 64;
-
-// What a rank says of its device in the first round: kGoodMark and four words.
-struct Introduction {
-  std::string failure;  // why it knows nothing of itself
-  cuda::DeviceFacts device;
-};
-
-std::string write_introduction(c10::Device device) {
-  const cuda::DeviceFacts facts = cuda::device_facts(device.index());
-  std::ostringstream out;
-  out << kGoodMark << facts.uuid << " " << facts.compute_capability << " " << facts.multiprocessors << " "
-      << facts.is_mig;
-  return out.str();
-}
-
-Introduction read_introduction(const std::string& text) {
-  Introduction it;
-  if (!text.starts_with(kGoodMark)) {
-    it.failure = text;
-    return it;
-  }
-  std::istringstream in(text.substr(1));
-  in >> it.device.uuid >> it.device.compute_capability >> it.device.multiprocessors >> it.device.is_mig;
-  if (in.fail() || it.device.uuid.size() > kMostUuidChars || it.device.multiprocessors <= 0) {
-    it.failure = "what it said of its device in the store cannot be read";
-  }
-  return it;
-}
-
-std::string pair_of(size_t one, size_t two) { return "ranks " + std::to_string(one) + " and " + std::to_string(two); }
-
-// Why these ranks cannot share memory; every rank comes to the same answer.
-std::string objection(const Processes& processes, const std::vector<Introduction>& ranks, bool allow_shared_gpu) {
-  if (std::string obstacle = processes.obstacle(); !obstacle.empty()) return obstacle;
-  for (size_t rank = 0; rank < ranks.size(); ++rank) {
-    const Introduction& it = ranks[rank];
-    if (!it.failure.empty()) return "rank " + std::to_string(rank) + ": " + it.failure;
-    if (it.device.is_mig) return "rank " + std::to_string(rank) + " has a MIG slice, which reaches no other device";
-    if (it.device.compute_capability < kOldestComputeCapability) {
-      return "the GPU of rank " + std::to_string(rank) + " is older than sm_80";
-    }
-    for (size_t other = 0; other < rank; ++other) {
-      const bool one_process = processes.pid(static_cast<int32_t>(other)) == processes.pid(static_cast<int32_t>(rank));
-      if (one_process) return pair_of(other, rank) + " are one process";
-      if (!allow_shared_gpu && ranks[other].device.uuid == it.device.uuid) {
-        return pair_of(other, rank) +
-               " use one GPU, where kernels that wait for each other take turns; "
-               "allow_shared_gpu=True permits that, for tests";
-      }
-    }
-  }
-  return {};
-}
 
 // What `step` returns, or else the text of what it throws.
 template <typename Step>
@@ -98,39 +36,6 @@ std::string text_of(Step step) {
   } catch (const std::exception& error) {
     return error.what();
   }
-}
-
-// kGoodMark, the device memory's handle in hexadecimal digits, and that of the notice board.
-constexpr size_t kHandleChars = 2 * cuda::kMemoryHandleBytes;
-
-std::string write_offer(const cuda::MemoryHandle& handle, const cpu::MemoryHandle& board) {
-  std::ostringstream out;
-  out << kGoodMark << std::hex;
-  for (const std::byte byte : handle) out << (static_cast<int>(byte) >> 4) << (static_cast<int>(byte) & 15);
-  out << cpu::write_handle(board);
-  return out.str();
-}
-
-struct Offer {
-  cuda::MemoryHandle slab;
-  cpu::MemoryHandle board;
-};
-
-// Throws std::runtime_error for anything that the process `pid` would not write.
-Offer read_offer(const std::string& text, pid_t pid) {
-  Offer offer;
-  bool good = text.size() > 1 + kHandleChars && text.front() == kGoodMark;
-  for (size_t i = 0; good && i < offer.slab.size(); ++i) {
-    unsigned byte = 0;
-    const char* const at = text.data() + 1 + 2 * i;
-    const auto [end, error] = std::from_chars(at, at + 2, byte, 16);
-    good = error == std::errc{} && end == at + 2;
-    offer.slab[i] = static_cast<std::byte>(byte);
-  }
-  const auto board = good ? cpu::read_handle(std::string_view(text).substr(1 + kHandleChars)) : std::nullopt;
-  if (!board || board->pid != pid) throw std::runtime_error("what a peer offers is no handle of its process");
-  offer.board = *board;
-  return offer;
 }
 
 }  // namespace
@@ -152,15 +57,18 @@ CudaFabric::Vote CudaFabric::make(const Setup& setup) {
   const c10::cuda::CUDAGuard guard(setup.device);
   const cuda::CaptureTolerance tolerance;
   StoreRounds rounds(setup.store, setup.name, setup.rank, setup.size, setup.timeout, *setup.reports);
-  std::vector<Introduction> ranks;
-  for (const std::string& text : rounds.exchange(text_of([&] { return write_introduction(setup.device); }))) {
-    ranks.push_back(read_introduction(text));
+  std::vector<cuda_vote::Introduction> ranks;
+  for (const std::string& text :
+       rounds.exchange(text_of([&] { return cuda_vote::write_introduction(setup.device); }))) {
+    ranks.push_back(cuda_vote::read_introduction(text));
   }
-  if (std::string reason = objection(*setup.reports->processes(), ranks, setup.allow_shared_gpu); !reason.empty())
+  if (std::string reason = cuda_vote::objection(*setup.reports->processes(), ranks, setup.allow_shared_gpu);
+      !reason.empty())
     return {nullptr, reason};
 
   int32_t multiprocessors = ranks[0].device.multiprocessors;
-  for (const Introduction& it : ranks) multiprocessors = std::min(multiprocessors, it.device.multiprocessors);
+  for (const cuda_vote::Introduction& it : ranks)
+    multiprocessors = std::min(multiprocessors, it.device.multiprocessors);
   std::shared_ptr<CudaFabric> fabric(new CudaFabric(setup));
   fabric->shape_ = cuda::peer_shape(setup.size, multiprocessors, setup.workspace_bytes);
   if (fabric->shape_.slot_bytes == 0) {
@@ -187,7 +95,7 @@ std::string CudaFabric::open_together(StoreRounds& rounds) {
   const std::vector<std::string> offers = rounds.exchange(text_of([&] { return offer(); }));
   std::vector<std::string> failures = offers;
   for (std::string& text : failures) {
-    if (text.starts_with(kGoodMark)) text.clear();
+    if (text.starts_with(cuda_vote::kGoodMark)) text.clear();
   }
   if (std::string reason = StoreRounds::first_failure(failures); !reason.empty()) {
     slabs_[rank_].release();  // no peer has opened it
@@ -219,14 +127,14 @@ std::string CudaFabric::open_together(StoreRounds& rounds) {
 std::string CudaFabric::offer() {
   slabs_[rank_] = cuda::PeerSlab::create(slab_bytes());
   board_ = NoticeBoard(rank_, shape_.world_size, processes_->number());
-  return write_offer(slabs_[rank_].handle(), board_.handle());
+  return cuda_vote::write_offer(slabs_[rank_].handle(), board_.handle());
 }
 
 std::string CudaFabric::map_peers(const std::vector<std::string>& offers) {
   std::vector<cuda::MemoryHandle> slabs;
   std::vector<cpu::MemoryHandle> boards;
   for (int32_t peer = 0; peer < static_cast<int32_t>(offers.size()); ++peer) {
-    const Offer offer = read_offer(offers[peer], processes_->pid(peer));
+    const cuda_vote::Offer offer = cuda_vote::read_offer(offers[peer], processes_->pid(peer));
     slabs.push_back(offer.slab);
     boards.push_back(offer.board);
   }
