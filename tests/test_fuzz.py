@@ -1,4 +1,4 @@
-"""A seeded slice of the fuzzing of options, environment, records and handles; tests/fuzz/fuzz.py runs it for long."""
+"""A seeded slice of the fuzzing of options, environment and what a store holds; tests/fuzz/fuzz.py runs it for long."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from fuzz import mutate_for
 
 
 @pytest.mark.parametrize(
-    ("target", "rounds"), [("options", 1500), ("environment", 1500), ("record", 8000), ("handle", 8000)]
+    ("target", "rounds"),
+    [("options", 1500), ("environment", 1500), ("record", 8000), ("report", 4000), ("handle", 8000)],
 )
 def test_mutated_inputs_break_no_promise(target: str, rounds: int) -> None:
     found = mutate_for(target, rounds)

@@ -90,7 +90,7 @@ class ProcessGroupEcho : public c10d::Backend {
   explicit ProcessGroupEcho(GroupSetup setup);
   ~ProcessGroupEcho() override;
 
-  // --- quantized or exact: process_group_echo.cpp and issue.cpp ---
+  // --- quantized or exact: process_group_echo.cpp, issue.cpp and group_report.cpp ---
   WorkPtr allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) override;
 
   // Quantizes whatever the policy says. Throws c10::ValueError for tensors that cannot be quantized. A group of one

@@ -135,6 +135,24 @@ def handle_target(data: bytes) -> bool:
     return handle is not None or again is not None
 
 
+def report_target(data: bytes) -> bool:
+    import torch.distributed as dist
+
+    extension, store = build.extension(), dist.HashStore()
+    dist.PrefixStore("faults", store).set("first", data)
+    found = extension.first_report(store, 0, 2, extension.Processes(0, 2, []))
+    text = str(found)
+    assert len(text) <= 10_000 + len("rank 1 reports: ")
+    assert all(char == "\n" or (char >= " " and char != "\x7f") for char in text)
+    if text == "what lies in the store is no report of a rank":
+        assert not found.group_survives
+        return False
+    fate = "survives" if found.group_survives else "ends"
+    headings = [f"echo fault report 1, rank {rank}, the group {fate}\n".encode() for rank in (0, 1)]
+    assert data.startswith(tuple(headings)) and text.startswith(("rank 0 reports: ", "rank 1 reports: "))
+    return True
+
+
 # With inputs that are accepted, from which mutation starts.
 TARGETS: dict[str, tuple[Callable[[bytes], bool], list[bytes]]] = {
     "options": (options_target, [b"", bytes((0, 2)), bytes((0, 3, 1, 5))]),
@@ -145,6 +163,13 @@ TARGETS: dict[str, tuple[Callable[[bytes], bool], list[bytes]]] = {
     "record": (
         record_target,
         [b'{"fingerprint": {"echo": "0.1.0", "bits": 4}}', b'{"failure": "rank 1: no"}', b'[null, ["a", "b"]]'],
+    ),
+    "report": (
+        report_target,
+        [
+            b"echo fault report 1, rank 0, the group survives\nrank 0 of 2: exact",
+            b"echo fault report 1, rank 1, the group ends\nrank 1 of 2: \xe2\x82\xac",
+        ],
     ),
     "handle": (handle_target, [b"4242 17", b"echo 1 4242 2 18446744073709551615 77"]),
 }
