@@ -4,10 +4,12 @@
     dist.init_process_group("echo")          # importing torch is enough; options: pg_options=echo_pg.Options(bits=8)
 
 Nothing here imports torch when the package is imported: torch itself imports this package to find the backend, and must
-never fail over it.
+never fail over it. Where torch does not look for backends (TORCH_DEVICE_BACKEND_AUTOLOAD=0), importing this package
+after torch registers it.
 """
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
@@ -50,3 +52,8 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted(__all__)
+
+
+# Not while torch.distributed is itself being imported.
+if hasattr(sys.modules.get("torch.distributed"), "init_process_group"):
+    importlib.import_module(".registration", __name__).register()

@@ -59,7 +59,10 @@ def _installation(say: Callable[..., None]) -> list[str]:
         say(f"  {name}={value}")
     problems = []
     if not registered:
-        problems.append("import torch did not register the backend: is TORCH_DEVICE_BACKEND_AUTOLOAD=0 set?")
+        problems.append(
+            "import torch did not register the backend: is TORCH_DEVICE_BACKEND_AUTOLOAD=0 set? Programs then have to "
+            "import echo_pg after torch"
+        )
     try:
         chosen = Options()
         sizes = (f"{log.byte_size(chosen.min_bytes_on(device))} on {device}" for device in options.TUNED_MIN_BYTES)

@@ -58,6 +58,13 @@ def test_import_torch_registers_the_backend_whatever_comes_first(first):
     assert (code, output.strip()) == (0, "True")
 
 
+def test_without_torchs_autoload_importing_the_package_registers_it():
+    code = "import torch, torch.distributed as dist; before = 'ECHO' in dist.Backend._plugins; import echo_pg\n"
+    code += ONE_RANK.format(backend="echo") + "\nprint(before)"
+    code, output = python(code, TORCH_DEVICE_BACKEND_AUTOLOAD="0", ECHO_LOG="off")
+    assert code == 0 and {"echo 8.0", "False"} <= set(output.splitlines()), output
+
+
 def test_registering_twice_keeps_torchs_own_defaults():
     before = dict(dist.Backend.default_device_backend_map)
     registration.register()
