@@ -13,7 +13,7 @@
 
 namespace echo {
 
-inline constexpr int kProtocolVersion = 4;                    // ranks with different versions never form a group
+inline constexpr int kProtocolVersion = 5;                    // ranks with different versions never form a group
 constexpr uint64_t kCallRecordMagic = 0x3330304f48434521ull;  // changes with the layout below
 
 // The sizes of a tensor as far as a record has room: enough to compare them, and to say what differs.

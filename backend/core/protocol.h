@@ -74,18 +74,27 @@ ECHO_HD int64_t flag_offset(const SlabShape& shape, int32_t lane, Stage stage, i
       slot;
   return record_offset(shape, shape.world_size, 0) + index * kCacheLineBytes;
 }
-ECHO_HD int64_t slot_offset(const SlabShape& shape, int32_t lane, Stage stage, int32_t source, int32_t slot) {
-  const int64_t index =
-      ((static_cast<int64_t>(lane) * kStages + static_cast<int64_t>(stage)) * shape.world_size + source) * kRingSlots +
-      slot;
+// Rings of a lane: what its peers push, in rank order, then what everyone gathers here. A rank pushes nothing to itself
+// and has no ring for it, but gathers from itself.
+ECHO_HD int32_t rings_of_lane(const SlabShape& shape) { return kStages * shape.world_size - 1; }
+ECHO_HD int32_t push_ring(int32_t owner, int32_t source) { return source < owner ? source : source - 1; }
+ECHO_HD int32_t gather_ring(const SlabShape& shape, int32_t source) { return shape.world_size - 1 + source; }
+// In the slab of `owner`. Pre: a push comes from another rank.
+ECHO_HD int64_t slot_offset(const SlabShape& shape, int32_t owner, int32_t lane, Stage stage, int32_t source,
+                            int32_t slot) {
+  const int32_t ring = stage == Stage::kPush ? push_ring(owner, source) : gather_ring(shape, source);
+  const int64_t index = (static_cast<int64_t>(lane) * rings_of_lane(shape) + ring) * kRingSlots + slot;
   return flag_offset(shape, shape.lanes, Stage::kPush, 0, 0) + index * shape.slot_bytes;
 }
-ECHO_HD int64_t slab_bytes(const SlabShape& shape) { return slot_offset(shape, shape.lanes, Stage::kPush, 0, 0); }
+ECHO_HD int64_t slab_bytes(const SlabShape& shape) {
+  const int64_t slots = static_cast<int64_t>(shape.lanes) * rings_of_lane(shape) * kRingSlots;
+  return flag_offset(shape, shape.lanes, Stage::kPush, 0, 0) + slots * shape.slot_bytes;
+}
 
 // The largest slots whose slab fits the workspace; 0 if not even one group of the largest kind does.
 inline int64_t slot_bytes_for(int64_t workspace_bytes, int32_t world_size, int32_t lanes, int64_t most) {
   SlabShape shape{world_size, lanes, 0};
-  const int64_t slots = static_cast<int64_t>(lanes) * kStages * world_size * kRingSlots;
+  const int64_t slots = static_cast<int64_t>(lanes) * rings_of_lane(shape) * kRingSlots;
   const int64_t room = (workspace_bytes - slab_bytes(shape)) / slots / kTileAlignBytes * kTileAlignBytes;
   const int64_t bytes = min_i64(room, most);
   return bytes < kMaxGroupElems + 2 * kTileAlignBytes ? 0 : bytes;

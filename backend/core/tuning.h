@@ -25,11 +25,11 @@ constexpr int64_t kPeerSlotBytes = 64 << 10;
 constexpr int32_t kPeerMaxLanes = 4;
 constexpr int64_t kPeerMinWorkspaceBytes = 4 << 20;
 
-// Peer memory on CUDA: bytes of a ring slot at most, 192 groups of 128 elements in 4 bits, and below how many a group
-// does with fewer lanes (unmeasured). Two H200s, 1 GiB of bf16, tiles of 32 / 96 / 160 groups: one int8 average 5.98
-// / 2.43 / 2.07 ms, two 7.5 / 3.3 / 2.8 ms, without feedback 2.7 / 1.47 / 1.49 ms (2026-11-30; the first column on an
-// earlier kernel).
-constexpr int64_t kPeerDeviceSlotBytes = 13056;
+// Peer memory on CUDA: bytes of a ring slot at most, 256 groups of 128 elements in 4 bits, which two ranks on 132
+// multiprocessors get from 64 MiB, and below how many a group does with fewer lanes (unmeasured). Two H200s, 1 GiB of
+// bf16, tiles of 32 / 96 / 160 groups: one int8 average 5.98 / 2.43 / 2.07 ms, two 7.5 / 3.3 / 2.8 ms, without
+// feedback 2.7 / 1.47 / 1.49 ms (2026-11-30; the first column on an earlier kernel).
+constexpr int64_t kPeerDeviceSlotBytes = 17408;
 constexpr int64_t kPeerDeviceSmallSlotBytes = 2048;
 
 // Bytes of a tensor from which on a call with residual "group" leaves the update of its state to a kernel and a stream

@@ -132,7 +132,7 @@ bool PeerGroup::run_lane(const PeerCall& call, int32_t lane, Clock::time_point d
       for (int32_t turn = 1; turn < shape.world_size; ++turn) {
         const int32_t peer = peer_at(turn);
         stages_.push(site, range(peer, i), room(i),
-                     slabs_[peer] + slot_offset(shape, lane, Stage::kPush, rank, slot(i)));
+                     slabs_[peer] + slot_offset(shape, peer, lane, Stage::kPush, rank, slot(i)));
         hand_over(Stage::kPush, peer, i);
       }
       observe(Step::kPushed, i);
@@ -141,14 +141,14 @@ bool PeerGroup::run_lane(const PeerCall& call, int32_t lane, Clock::time_point d
       for (int32_t turn = 1; turn < shape.world_size; ++turn) {
         const int32_t source = peer_at(turn);
         if (!arrived(Stage::kPush, source, i)) return false;
-        peer_tiles[source] = slabs_[rank] + slot_offset(shape, lane, Stage::kPush, source, slot(i));
+        peer_tiles[source] = slabs_[rank] + slot_offset(shape, rank, lane, Stage::kPush, source, slot(i));
       }
-      std::byte* reduced = slabs_[rank] + slot_offset(shape, lane, Stage::kGather, rank, slot(i));
+      std::byte* reduced = slabs_[rank] + slot_offset(shape, rank, lane, Stage::kGather, rank, slot(i));
       stages_.reduce(site, range(rank, i), room(i), peer_tiles.data(), reduced);
       observe(Step::kReduced, i);
       for (int32_t turn = 1; turn < shape.world_size; ++turn) {
         const int32_t peer = peer_at(turn);
-        std::memcpy(slabs_[peer] + slot_offset(shape, lane, Stage::kGather, rank, slot(i)), reduced,
+        std::memcpy(slabs_[peer] + slot_offset(shape, peer, lane, Stage::kGather, rank, slot(i)), reduced,
                     tile_bytes(plan.codec, room(i)));
         hand_over(Stage::kGather, peer, i);
       }
@@ -161,7 +161,7 @@ bool PeerGroup::run_lane(const PeerCall& call, int32_t lane, Clock::time_point d
           observe(Step::kGatherSeen, i);
         }
         stages_.tail(site, range(owner, i), room(i),
-                     slabs_[rank] + slot_offset(shape, lane, Stage::kGather, owner, slot(i)));
+                     slabs_[rank] + slot_offset(shape, rank, lane, Stage::kGather, owner, slot(i)));
       }
       observe(Step::kUpdated, i);
     }

@@ -39,9 +39,9 @@ struct PeerLane {
     const int32_t rank = job.site.plan.rank + turn;
     return rank < job.shape.world_size ? rank : rank - job.shape.world_size;
   }
-  // This lane's slot of what `source` sends in a stage, in anyone's slab.
-  __device__ __forceinline__ int64_t slot_at(Stage stage, int32_t source, int32_t i) const {
-    return slot_offset(job.shape, static_cast<int32_t>(blockIdx.x), stage, source, slot(i));
+  // This lane's slot of what `source` sends in a stage, in the slab of `owner`.
+  __device__ __forceinline__ int64_t slot_at(int32_t owner, Stage stage, int32_t source, int32_t i) const {
+    return slot_offset(job.shape, owner, static_cast<int32_t>(blockIdx.x), stage, source, slot(i));
   }
   __device__ __forceinline__ int64_t flag_at(Stage stage, int32_t source, int32_t i) const {
     return flag_offset(job.shape, static_cast<int32_t>(blockIdx.x), stage, source, slot(i));
@@ -63,9 +63,9 @@ struct PeerLane {
     const int32_t self = job.site.plan.rank;
     const int32_t owner = rank_at(turn);
     part = make_part(job, owner, tile(i));
-    part.slot = slot_at(stores || turn == 0 ? Stage::kGather : Stage::kPush, stores ? owner : self, i);
+    part.slot = slot_at(owner, stores || turn == 0 ? Stage::kGather : Stage::kPush, stores ? owner : self, i);
     part.tile = job.slabs[stores ? self : owner] + part.slot;
-    part.pushed = job.slabs[self] + slot_at(Stage::kPush, self == 0 ? 1 : 0, i);
+    part.pushed = job.slabs[self] + slot_at(self, Stage::kPush, self == 0 ? 1 : 0, i);
   }
 
   // One warp: until tile i of a stage has come from every peer; false after a fault.

@@ -136,8 +136,7 @@ __device__ __forceinline__ TileView<const std::byte> first_pushed(const PeerPart
 template <int kBits>
 __device__ __forceinline__ Copies<kBits> pushed_copies(const PeerJob& job, const PeerPart& part) {
   const Plan& plan = job.site.plan;
-  const int64_t stride = kRingSlots * job.shape.slot_bytes;
-  return {plan, part.room, {part.pushed - (plan.rank == 0 ? stride : 0), stride}};
+  return {plan, part.room, {part.pushed, kRingSlots * job.shape.slot_bytes, plan.rank}};
 }
 
 }  // namespace echo::cuda

@@ -63,7 +63,8 @@ struct Copies {
     return load_encoded<kBits>(lane, at, tile(rank));
   }
   __device__ __forceinline__ TileView<const std::byte> tile(int32_t rank) const {
-    return view_tile(plan.codec, tile_groups, tiles.base + rank * tiles.stride_bytes);
+    const int32_t place = rank > tiles.absent ? rank - 1 : rank;
+    return view_tile(plan.codec, tile_groups, tiles.base + place * tiles.stride_bytes);
   }
 };
 

@@ -51,10 +51,13 @@ struct Call {
   void* stream = nullptr;  // a cudaStream_t
 };
 
-// Rank r's copy of a tile lies at base + r * stride_bytes.
+// The ranks' copies of a tile lie from `base` on in rank order, stride_bytes apart; rank `absent` has no place there.
 struct PeerTiles {
   const std::byte* base = nullptr;
   int64_t stride_bytes = 0;
+  int32_t absent = kNoneAbsent;
+
+  static constexpr int32_t kNoneAbsent = 0x7fffffff;
 };
 
 // *out = record, with max|x| of the whole tensor in it if `rescale`. `out` is device memory, 16-byte aligned.
