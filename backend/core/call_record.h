@@ -56,9 +56,9 @@ ECHO_HD uint32_t ticket_hash(const CallRecord& record) {
   return static_cast<uint32_t>(mixed >> 32) ^ static_cast<uint32_t>(mixed);
 }
 
-// Bytes that one rank sends for a call in tiles of `tile_groups` groups, its record to every peer included.
-inline int64_t sent_call_bytes(const Plan& plan, int64_t tile_groups) {
-  return sent_tile_bytes(plan, tile_groups) + (plan.world_size - 1) * static_cast<int64_t>(sizeof(CallRecord));
+// Bytes that one rank sends for a call in such tiles, its record to every peer included.
+inline int64_t sent_call_bytes(const Plan& plan, const TileCut& cut) {
+  return sent_tile_bytes(plan, cut) + (plan.world_size - 1) * static_cast<int64_t>(sizeof(CallRecord));
 }
 
 // `call_number` and `exact_calls` count what the group did before: a rank that forwarded what another quantized shows.

@@ -33,16 +33,34 @@ ECHO_HD int32_t group_elems_at(const Plan& plan, int64_t group) {
   return static_cast<int32_t>(min_i64(plan.codec.group_elems, plan.numel - group * plan.codec.group_elems));
 }
 
-// Groups [tile*tile_groups, ...) of the segment that `owner` owns, of a tensor of `groups` of which each rank owns
-// `per_segment`; empty where the segment is short.
-ECHO_HD GroupRange tile_range(int64_t groups, int64_t per_segment, int32_t owner, int64_t tile, int64_t tile_groups) {
+// How every segment is cut into tiles: the first `larger` of them have `step` groups more than the `groups` of the
+// others; the last has what is left.
+struct TileCut {
+  int64_t tiles = 0;
+  int64_t groups = 0;
+  int64_t step = 0;
+  int64_t larger = 0;
+};
+
+// Of a segment; of tile `tiles` it is the end of the last, or behind it.
+ECHO_HD int64_t tile_begin(const TileCut& cut, int64_t tile) {
+  return tile * cut.groups + min_i64(tile, cut.larger) * cut.step;
+}
+
+inline TileCut equal_tiles(const Plan& plan, int64_t tile_groups) {
+  return TileCut{.tiles = ceil_div(segment_groups(plan), tile_groups), .groups = tile_groups};
+}
+
+// Groups [from, to) of the segment that `owner` owns, of a tensor of `groups` of which each rank owns `per_segment`;
+// empty where the segment is short.
+ECHO_HD GroupRange segment_range(int64_t groups, int64_t per_segment, int32_t owner, int64_t from, int64_t to) {
   const int64_t start = owner * per_segment;
   const int64_t end = min_i64(groups, start + per_segment);
-  const int64_t offset = tile * tile_groups;
-  return GroupRange{min_i64(end, start + offset), min_i64(end, start + offset + tile_groups)};
+  return GroupRange{min_i64(end, start + from), min_i64(end, start + to)};
 }
 ECHO_HD GroupRange tile_range(const Plan& plan, int32_t owner, int64_t tile, int64_t tile_groups) {
-  return tile_range(group_count(plan), segment_groups(plan), owner, tile, tile_groups);
+  const int64_t from = tile * tile_groups;
+  return segment_range(group_count(plan), segment_groups(plan), owner, from, from + tile_groups);
 }
 
 ECHO_HD int64_t code_bytes(const Codec& codec) { return codec.group_elems * codec.bits / 8; }
@@ -52,12 +70,15 @@ ECHO_HD int64_t tile_bytes(const Codec& codec, int64_t tile_groups) {
   return align_up(tile_groups * (code_bytes(codec) + param_bytes(codec)));
 }
 
-// Bytes of the codes, parameters and padding that one rank sends for a call cut into tiles of `tile_groups` groups: a
-// tile to and from each peer for every tile of a segment, whole ones and the shorter last one.
-inline int64_t sent_tile_bytes(const Plan& plan, int64_t tile_groups) {
-  const int64_t whole = segment_groups(plan) / tile_groups;
-  const int64_t rest = segment_groups(plan) % tile_groups;
-  const int64_t segment = whole * tile_bytes(plan.codec, tile_groups) + (rest > 0 ? tile_bytes(plan.codec, rest) : 0);
+// Bytes of the codes, parameters and padding that one rank sends for a call: a tile to and from each peer for every
+// tile of a segment.
+inline int64_t sent_tile_bytes(const Plan& plan, const TileCut& cut) {
+  if (cut.tiles == 0) return 0;
+  const int64_t whole = cut.tiles - 1;
+  const int64_t larger = min_i64(whole, cut.larger);
+  const int64_t segment = larger * tile_bytes(plan.codec, cut.groups + cut.step) +
+                          (whole - larger) * tile_bytes(plan.codec, cut.groups) +
+                          tile_bytes(plan.codec, segment_groups(plan) - tile_begin(cut, whole));
   return 2 * (plan.world_size - 1) * segment;
 }
 

@@ -27,7 +27,7 @@ PeerGroup::PeerGroup(SlabShape shape, int32_t rank, std::vector<std::byte*> slab
     : slabs_(std::move(slabs)), view_{shape, rank, slabs_.data()}, sequences_(shape.lanes, 0), stages_(stages) {}
 
 int64_t PeerGroup::wire_bytes(const Plan& plan) const {
-  return sent_call_bytes(plan, peer_tile_groups(plan, view_.shape));
+  return sent_call_bytes(plan, equal_tiles(plan, peer_tile_groups(plan, view_.shape)));
 }
 
 // Everyone's record to everyone; waited for only where its max|x| is needed. Ranks that disagree on the call fault at

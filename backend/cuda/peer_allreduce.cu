@@ -2,6 +2,8 @@
 
 #include <cuda_runtime.h>
 
+#include <numeric>
+
 #include "../core/fault_text.h"
 #include "host.h"
 #include "peer_launch.cuh"
@@ -20,29 +22,25 @@ void with_kernels(DType dtype, int32_t bits, Body body) {
   });
 }
 
-// Lanes that a call of this plan walks on, and groups per tile: whole rounds of the block's warps where a segment has
-// so many, else a share for every lane, in whole tasks: what is left of a task goes the exact way, which is slow.
+// Lanes that a call of this plan walks on, and its tiles: as many for every lane, and of equal size but for one unit,
+// so that no lane makes the others wait. Units are whole tasks, since what is left of one goes the exact way, which is
+// slow, and so many that the warps of a block get equally many at a step.
 struct Walk {
   int32_t lanes;
-  int64_t tile_groups;
-  int64_t tiles;
+  TileCut cut;
 };
 
 Walk plan_walk(const Plan& plan, const SlabShape& slab, Kind kind) {
-  Walk walk;
   const int32_t most = slab.lanes / kMostPeerBlocks * peer_blocks(state_kind(plan), kind);
-  walk.tile_groups = peer_tile_groups(plan, SlabShape{slab.world_size, most, slab.slot_bytes});
+  const int64_t fit = groups_that_fit_slot(plan.codec, slab);
   const int64_t task = groups_per_task(plan.codec);
-  const int64_t round = kPeerWarps * task;
-  if (walk.tile_groups > round) {
-    walk.tile_groups -= walk.tile_groups % round;
-  } else {
-    const int64_t whole = ceil_div(walk.tile_groups, task) * task;
-    walk.tile_groups = min_i64(groups_that_fit_slot(plan.codec, slab), whole);
-  }
-  walk.tiles = ceil_div(segment_groups(plan), walk.tile_groups);
-  walk.lanes = static_cast<int32_t>(min_i64(most, walk.tiles));
-  return walk;
+  const int64_t shared = task * (kPeerWarps / std::gcd(kPeerWarps, plan.world_size));
+  const int64_t unit = shared <= fit ? shared : min_i64(task, fit);
+  const int64_t units = ceil_div(segment_groups(plan), unit);
+  const int64_t rounds = ceil_div(units, most * (fit / unit));
+  const int64_t tiles = min_i64(units, rounds * most);
+  return {.lanes = static_cast<int32_t>(min_i64(most, tiles)),
+          .cut = {.tiles = tiles, .groups = units / tiles * unit, .step = unit, .larger = units % tiles}};
 }
 
 }  // namespace
@@ -94,8 +92,7 @@ void PeerGroup::all_reduce(const PeerCall& call) {
               .partial = plan.numel % plan.codec.group_elems != 0,
               .groups = group_count(plan),
               .segment = segment_groups(plan),
-              .tile_groups = walk.tile_groups,
-              .tiles = walk.tiles,
+              .cut = walk.cut,
               .sure_steps = sure_steps_inside(plan.codec),
               .timeout_ns = static_cast<uint64_t>(call.timeout.count()),
               .group = group,
@@ -139,8 +136,7 @@ void PeerGroup::report_exit(int32_t peer) { __atomic_fetch_or(&words_->exited, u
 
 int64_t PeerGroup::wire_bytes(const PeerCall& call) const {
   const Plan& plan = call.site.plan;
-  const Walk walk = plan_walk(plan, shape_, kind_of(plan, call.rescale));
-  return sent_call_bytes(plan, walk.tile_groups);
+  return sent_call_bytes(plan, plan_walk(plan, shape_, kind_of(plan, call.rescale)).cut);
 }
 
 }  // namespace echo::cuda

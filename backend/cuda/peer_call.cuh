@@ -88,9 +88,10 @@ __device__ __forceinline__ bool open_peer_call(const PeerJob& job, WaitContext& 
 // NaN in every rank's segment of the tensor, in tile `first` and each `stride` tiles further on. By a block.
 template <DType kDType>
 __device__ __noinline__ void fill_tiles_with_nan(const PeerJob& job, int64_t first, int64_t stride) {
-  for (int64_t tile = first; tile < job.tiles; tile += stride) {
+  for (int64_t tile = first; tile < job.cut.tiles; tile += stride) {
     for (int32_t owner = 0; owner < job.shape.world_size; ++owner) {
-      const GroupRange groups = tile_range(job.groups, job.segment, owner, tile, job.tile_groups);
+      const GroupRange groups =
+          segment_range(job.groups, job.segment, owner, tile_begin(job.cut, tile), tile_begin(job.cut, tile + 1));
       fill_with_nan<kDType>(job.site, groups, threadIdx.x, blockDim.x);
     }
   }

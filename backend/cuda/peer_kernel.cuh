@@ -67,7 +67,7 @@ __global__ void __launch_bounds__(kWarpLanes* peer_warps(kState, kResidual, kAve
   __shared__ OpenCall call;
   __shared__ StepParts steps[2];
   static_assert(sizeof(context) + sizeof(call) + sizeof(steps) <= kPeerStaticBytes);
-  const auto tiles = static_cast<int32_t>((job.tiles - blockIdx.x + gridDim.x - 1) / gridDim.x);
+  const auto tiles = static_cast<int32_t>((job.cut.tiles - blockIdx.x + gridDim.x - 1) / gridDim.x);
   int32_t stored = 0;
   const PeerLane lane{job, context, call, steps, tiles};
   if (open_peer_call(job, context, call)) {

@@ -19,8 +19,7 @@ struct PeerJob {
   bool partial;     // the tensor's last group is
   int64_t groups;   // of the tensor; like the next, counted once, on the host: it takes divisions
   int64_t segment;  // groups that a rank owns
-  int64_t tile_groups;
-  int64_t tiles;     // of a segment
+  TileCut cut;
   float sure_steps;  // sure_steps_inside of the codec
   uint64_t timeout_ns;
   GroupState* group;
@@ -99,9 +98,11 @@ struct PeerPart {
 __device__ __forceinline__ PeerPart make_part(const PeerJob& job, int32_t owner, int64_t tile) {
   const Codec& codec = job.site.plan.codec;
   PeerPart part;
-  part.groups = tile_range(job.groups, job.segment, owner, tile, job.tile_groups);
+  const int64_t begin = tile_begin(job.cut, tile);
+  const int64_t end = min_i64(job.segment, tile_begin(job.cut, tile + 1));
+  part.groups = segment_range(job.groups, job.segment, owner, begin, end);
   part.first_elem = part.groups.begin * codec.group_elems;
-  part.room = static_cast<int32_t>(min_i64(job.tile_groups, job.segment - tile * job.tile_groups));
+  part.room = static_cast<int32_t>(end - begin);
   part.params = static_cast<int32_t>(params_offset(codec, part.room));
   const bool partial = job.partial && part.groups.end == job.groups && part.groups.begin < part.groups.end;
   part.full = static_cast<int32_t>(part.groups.end - part.groups.begin) - (partial ? 1 : 0);

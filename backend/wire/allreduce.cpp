@@ -270,7 +270,7 @@ Site site_of(const Call& call) {
 }
 
 Receipt expected_bytes(const Plan& plan, int64_t tile_groups) {
-  return receipt_for(plan, sent_call_bytes(plan, tile_groups));
+  return receipt_for(plan, sent_call_bytes(plan, equal_tiles(plan, tile_groups)));
 }
 
 Receipt all_reduce(const Call& call, c10d::Backend& inner, Workspace& workspace) {
