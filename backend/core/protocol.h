@@ -22,6 +22,16 @@
 // each peer sent after it had read push(i-1-2d) of this rank; and a peer gathers tile k into this slab only after it
 // has acquired this rank's push(k), which follows this rank's tail(k-1-2d). So slot k % D is free in both rings when it
 // is written.
+//
+// Pushes need only 2d slots where a lane waits for push(i-d), which it reduces at the same step, before it pushes tile
+// i, and releases its own push(i-d) after it has reduced tile i-2d: whoever has acquired push(i-d) of a peer then knows
+// that the peer has read push(i-2d). The CUDA kernel's lanes do (peer_kernel.cuh), those on CPU push first.
+//
+// What a rank gathers from itself needs d+1 slots and no tickets: one lane writes and reads it, and has stored tile
+// i-2d before it encodes tile i+1-d, so that from i+1-2d to i+1-d so many are alive. A call leaves none for the next.
+//
+// At the start of a call no slot holds what someone has yet to read: a lane that has ended a call has stored all its
+// tiles, and has seen the last gather of every peer, which had read all its pushes by then.
 #pragma once
 
 #include <cstddef>
@@ -42,7 +52,8 @@ constexpr int32_t kMaxPeerRanks = 64;
 struct SlabShape {
   int32_t world_size = 1;
   int32_t lanes = 1;
-  int64_t slot_bytes = 0;  // multiple of kTileAlignBytes
+  int64_t slot_bytes = 0;           // multiple of kTileAlignBytes
+  int32_t push_slots = kRingSlots;  // of a ring of pushes
 };
 
 ECHO_HD uint64_t ticket_of(uint32_t sequence, uint32_t call_hash) {
@@ -51,7 +62,8 @@ ECHO_HD uint64_t ticket_of(uint32_t sequence, uint32_t call_hash) {
 
 enum class TicketState : uint8_t { kNotYet, kHere, kForeign };
 
-// A slot's ticket moves from `expected - D` to `expected`; anything else means that the ranks are not in the same call.
+// A slot's ticket moves from `expected` less its ring's slots to `expected`; anything else means that the ranks are not
+// in the same call.
 ECHO_HD TicketState compare_ticket(uint64_t seen, uint64_t expected) {
   if (seen == expected) return TicketState::kHere;
   const auto distance = static_cast<int32_t>(static_cast<uint32_t>(seen) - static_cast<uint32_t>(expected));
@@ -74,27 +86,37 @@ ECHO_HD int64_t flag_offset(const SlabShape& shape, int32_t lane, Stage stage, i
       slot;
   return record_offset(shape, shape.world_size, 0) + index * kCacheLineBytes;
 }
-// Rings of a lane: what its peers push, in rank order, then what everyone gathers here. A rank pushes nothing to itself
-// and has no ring for it, but gathers from itself.
-ECHO_HD int32_t rings_of_lane(const SlabShape& shape) { return kStages * shape.world_size - 1; }
-ECHO_HD int32_t push_ring(int32_t owner, int32_t source) { return source < owner ? source : source - 1; }
-ECHO_HD int32_t gather_ring(const SlabShape& shape, int32_t source) { return shape.world_size - 1 + source; }
-// In the slab of `owner`. Pre: a push comes from another rank.
-ECHO_HD int64_t slot_offset(const SlabShape& shape, int32_t owner, int32_t lane, Stage stage, int32_t source,
-                            int32_t slot) {
-  const int32_t ring = stage == Stage::kPush ? push_ring(owner, source) : gather_ring(shape, source);
-  const int64_t index = (static_cast<int64_t>(lane) * rings_of_lane(shape) + ring) * kRingSlots + slot;
+// Slots of a lane: rings of what its peers push, in rank order, rings of what they gather here, and those of what the
+// owner gathers from itself.
+ECHO_HD int32_t slots_of_lane(const SlabShape& shape) {
+  return (shape.world_size - 1) * (shape.push_slots + kRingSlots) + kOwnSlots;
+}
+ECHO_HD int64_t slots_offset(const SlabShape& shape, int32_t lane, int32_t slot) {
+  const int64_t index = static_cast<int64_t>(lane) * slots_of_lane(shape) + slot;
   return flag_offset(shape, shape.lanes, Stage::kPush, 0, 0) + index * shape.slot_bytes;
 }
-ECHO_HD int64_t slab_bytes(const SlabShape& shape) {
-  const int64_t slots = static_cast<int64_t>(shape.lanes) * rings_of_lane(shape) * kRingSlots;
-  return flag_offset(shape, shape.lanes, Stage::kPush, 0, 0) + slots * shape.slot_bytes;
+// Of those of a lane in the slab of `owner`: what another rank sends, and tile i of a call as a rank gathers it itself.
+ECHO_HD int32_t slot_in_lane(const SlabShape& shape, int32_t owner, Stage stage, int32_t source, int32_t slot) {
+  const int32_t ring = source < owner ? source : source - 1;
+  if (stage == Stage::kPush) return ring * shape.push_slots + slot;
+  return (shape.world_size - 1) * shape.push_slots + ring * kRingSlots + slot;
 }
+ECHO_HD int32_t own_slot_in_lane(const SlabShape& shape, int64_t i) {
+  return slots_of_lane(shape) - kOwnSlots + static_cast<int32_t>(i % kOwnSlots);
+}
+ECHO_HD int64_t slot_offset(const SlabShape& shape, int32_t owner, int32_t lane, Stage stage, int32_t source,
+                            int32_t slot) {
+  return slots_offset(shape, lane, slot_in_lane(shape, owner, stage, source, slot));
+}
+ECHO_HD int64_t own_slot_offset(const SlabShape& shape, int32_t lane, int64_t i) {
+  return slots_offset(shape, lane, own_slot_in_lane(shape, i));
+}
+ECHO_HD int64_t slab_bytes(const SlabShape& shape) { return slots_offset(shape, shape.lanes, 0); }
 
 // The largest slots whose slab fits the workspace; 0 if not even one group of the largest kind does.
-inline int64_t slot_bytes_for(int64_t workspace_bytes, int32_t world_size, int32_t lanes, int64_t most) {
-  SlabShape shape{world_size, lanes, 0};
-  const int64_t slots = static_cast<int64_t>(lanes) * rings_of_lane(shape) * kRingSlots;
+inline int64_t slot_bytes_for(int64_t workspace_bytes, SlabShape shape, int64_t most) {
+  shape.slot_bytes = 0;
+  const int64_t slots = static_cast<int64_t>(shape.lanes) * slots_of_lane(shape);
   const int64_t room = (workspace_bytes - slab_bytes(shape)) / slots / kTileAlignBytes * kTileAlignBytes;
   const int64_t bytes = min_i64(room, most);
   return bytes < kMaxGroupElems + 2 * kTileAlignBytes ? 0 : bytes;
@@ -104,7 +126,7 @@ inline int64_t slot_bytes_for(int64_t workspace_bytes, int32_t world_size, int32
 inline int64_t smaller_slot_bytes(const SlabShape& shape) {
   const int64_t workspace_bytes = slab_bytes(shape) / 2;
   if (workspace_bytes < kPeerMinWorkspaceBytes) return 0;
-  return slot_bytes_for(workspace_bytes, shape.world_size, shape.lanes, shape.slot_bytes);
+  return slot_bytes_for(workspace_bytes, shape, shape.slot_bytes);
 }
 
 inline int64_t groups_that_fit_slot(const Codec& codec, const SlabShape& shape) {

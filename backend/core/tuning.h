@@ -7,10 +7,12 @@
 
 namespace echo {
 
-// How far push runs ahead of reduce, and reduce of tail, in tiles; a ring of 2d+1 slots is then never overwritten
-// early.
+// How far push runs ahead of reduce, and reduce of tail, in tiles; rings of so many slots are then never overwritten
+// early (protocol.h): in general, of pushes on CUDA, and of what a rank gathers from itself.
 constexpr int kLookAhead = 1;
 constexpr int kRingSlots = 2 * kLookAhead + 1;
+constexpr int kDevicePushSlots = 2 * kLookAhead;
+constexpr int kOwnSlots = kLookAhead + 1;
 
 // Elements of one segment that travel in one tile of the wire composition. Unmeasured on CPU (512 KiB of bf16 per step
 // of the pipeline); on CUDA as large as the ring allows in 64 MiB at P = 2, since each tile costs two NCCL calls.
@@ -25,11 +27,12 @@ constexpr int64_t kPeerSlotBytes = 64 << 10;
 constexpr int32_t kPeerMaxLanes = 4;
 constexpr int64_t kPeerMinWorkspaceBytes = 4 << 20;
 
-// Peer memory on CUDA: bytes of a ring slot at most, 256 groups of 128 elements in 4 bits, which two ranks on 132
-// multiprocessors get from 64 MiB, and below how many a group does with fewer lanes (unmeasured). Two H200s, 1 GiB of
-// bf16, tiles of 32 / 96 / 160 groups: one int8 average 5.98 / 2.43 / 2.07 ms, two 7.5 / 3.3 / 2.8 ms, without
-// feedback 2.7 / 1.47 / 1.49 ms (2026-11-30; the first column on an earlier kernel).
-constexpr int64_t kPeerDeviceSlotBytes = 17408;
+// Peer memory on CUDA: bytes of a ring slot at most, 352 groups of 128 elements in 4 bits, which two ranks on 132
+// multiprocessors get from 64 MiB, and below how many a group does with fewer lanes (unmeasured). Measured up to 256
+// groups: two H200s, 1 GiB of bf16, tiles of 160 / 192 / 224 / 256 groups: one int8 average 1.28 / 1.25 / 1.22 / 1.21
+// ms, two 1.74 / 1.69 / 1.65 / 1.61 ms, without feedback 0.970 / 0.950 / 0.940 / 0.932 ms (2026-11-30, medians of 20
+// calls after 5).
+constexpr int64_t kPeerDeviceSlotBytes = 23936;
 constexpr int64_t kPeerDeviceSmallSlotBytes = 2048;
 
 // Bytes of a tensor from which on a call with residual "group" leaves the update of its state to a kernel and a stream

@@ -143,7 +143,7 @@ bool PeerGroup::run_lane(const PeerCall& call, int32_t lane, Clock::time_point d
         if (!arrived(Stage::kPush, source, i)) return false;
         peer_tiles[source] = slabs_[rank] + slot_offset(shape, rank, lane, Stage::kPush, source, slot(i));
       }
-      std::byte* reduced = slabs_[rank] + slot_offset(shape, rank, lane, Stage::kGather, rank, slot(i));
+      std::byte* reduced = slabs_[rank] + own_slot_offset(shape, lane, i);
       stages_.reduce(site, range(rank, i), room(i), peer_tiles.data(), reduced);
       observe(Step::kReduced, i);
       for (int32_t turn = 1; turn < shape.world_size; ++turn) {
@@ -160,8 +160,9 @@ bool PeerGroup::run_lane(const PeerCall& call, int32_t lane, Clock::time_point d
           if (!arrived(Stage::kGather, owner, i)) return false;
           observe(Step::kGatherSeen, i);
         }
-        stages_.tail(site, range(owner, i), room(i),
-                     slabs_[rank] + slot_offset(shape, rank, lane, Stage::kGather, owner, slot(i)));
+        const int64_t gathered = owner == rank ? own_slot_offset(shape, lane, i)
+                                               : slot_offset(shape, rank, lane, Stage::kGather, owner, slot(i));
+        stages_.tail(site, range(owner, i), room(i), slabs_[rank] + gathered);
       }
       observe(Step::kUpdated, i);
     }

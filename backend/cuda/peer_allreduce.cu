@@ -46,12 +46,12 @@ Walk plan_walk(const Plan& plan, const SlabShape& slab, Kind kind) {
 }  // namespace
 
 SlabShape peer_shape(int32_t world_size, int32_t multiprocessors, int64_t workspace_bytes) {
-  SlabShape shape{world_size, 0, 0};
+  SlabShape shape{.world_size = world_size, .lanes = 0, .push_slots = kDevicePushSlots};
   if (world_size > kMaxPeerDevices) return shape;
   // Where the workspace is too small for so many rings, some multiprocessors go without a lane.
   for (int32_t used = multiprocessors; used > 0 && shape.slot_bytes < kPeerDeviceSmallSlotBytes; --used) {
     shape.lanes = used * kMostPeerBlocks;
-    shape.slot_bytes = slot_bytes_for(workspace_bytes, world_size, shape.lanes, kPeerDeviceSlotBytes);
+    shape.slot_bytes = slot_bytes_for(workspace_bytes, shape, kPeerDeviceSlotBytes);
   }
   return shape;
 }

@@ -13,7 +13,7 @@ __device__ __noinline__ void push_task(const PeerJob& job, const PeerPart& part,
   const auto lane = make_lane<Spread::kRuns>(job.site, job.state_layout, part.groups.begin, rescale_log2);
   const GroupAt at = group_of_task(lane, task, part.full, part.groups.end);
   auto stored = load_stored<kDType, kState>(lane, at);
-  push_group<kBits>(lane, at, stored, part_view(job.slabs[part.owner], part));
+  push_group<kBits>(lane, at, stored, own_view<std::byte>(part));
 }
 
 // Of this rank's own segment, to everyone, itself included.
@@ -25,8 +25,8 @@ __device__ __noinline__ void reduce_task(const PeerJob& job, const PeerPart& par
   auto addends = load_addends<kDType, kState>(copies, lane, at);
   reduce_group<true>(copies, lane, at, addends, [&](const Encoded<kBits>& encoded) {
 #pragma unroll 1
-    for (int32_t rank = 0; rank < job.shape.world_size; ++rank) {
-      store_encoded(lane, at, encoded, part_view(job.slabs[rank], part));
+    for (int32_t turn = 0; turn < job.shape.world_size; ++turn) {
+      store_encoded(lane, at, encoded, gathered_view(part, turn));
     }
   });
 }
@@ -35,8 +35,7 @@ template <DType kDType, int kBits, StateKind kState>
 __device__ __noinline__ void tail_task(const PeerJob& job, const PeerPart& part, int32_t task, int32_t rescale_log2) {
   const auto lane = make_lane<Spread::kChunks>(job.site, job.state_layout, part.groups.begin, rescale_log2);
   const GroupAt at = group_of_task(lane, task, part.full, part.groups.end);
-  const TileView<const std::byte> view = part_view<const std::byte>(job.slabs[job.site.plan.rank], part);
-  tail_group<kDType, kState>(lane, at, load_encoded<kBits>(lane, at, view));
+  tail_group<kDType, kState>(lane, at, load_encoded<kBits>(lane, at, own_view<const std::byte>(part)));
 }
 
 // ---- in kernels that keep what an update needs ----------------------------------------------------------------------
@@ -50,7 +49,7 @@ __device__ __noinline__ void push_kept_task(const PeerJob& job, const PeerPart& 
   store_words(lane, at, job.kept, true, stored.words);
   float x[kLaneElems];
   const Extremes extremes = contribution<true>(lane, at, stored, x);
-  store_encoded(lane, at, encode_group<kBits>(lane, at, x, extremes), part_view(job.slabs[part.owner], part));
+  store_encoded(lane, at, encode_group<kBits>(lane, at, x, extremes), own_view<std::byte>(part));
 }
 
 // reduce_task, and contribution and codes are kept. The codes nowhere else on this rank: tail reads them there.
@@ -66,8 +65,8 @@ __device__ __noinline__ void reduce_kept_task(const PeerJob& job, const PeerPart
   const Encoded<kBits> encoded = encode_group<kBits>(lane, at, sum, group_extremes(lane, at, sum));
   store_encoded(lane, at, encoded, kept_view(job, part));
 #pragma unroll 1
-  for (int32_t rank = 0; rank < job.shape.world_size; ++rank) {
-    if (rank != part.owner) store_encoded(lane, at, encoded, part_view(job.slabs[rank], part));
+  for (int32_t turn = 1; turn < job.shape.world_size; ++turn) {
+    store_encoded(lane, at, encoded, gathered_view(part, turn));
   }
 }
 
@@ -76,11 +75,9 @@ template <DType kDType, int kBits>
 __device__ __noinline__ void tail_kept_task(const PeerJob& job, const PeerPart& part, int32_t task) {
   const auto lane = make_lane<Spread::kChunks>(job.site, job.state_layout, part.groups.begin, 0);
   const GroupAt at = group_of_task(lane, task, part.full, part.groups.end);
-  const int32_t self = job.site.plan.rank;
   const TileView<std::byte> kept = kept_view(job, part);
-  const bool owned = part.owner == self;
-  const auto encoded =
-      load_encoded<kBits>(lane, at, owned ? read_only(kept) : part_view<const std::byte>(job.slabs[self], part));
+  const bool owned = part.owner == job.site.plan.rank;
+  const auto encoded = load_encoded<kBits>(lane, at, owned ? read_only(kept) : own_view<const std::byte>(part));
   if (!owned) store_encoded(lane, at, encoded, kept);
   deliver<kDType>(lane, at, encoded);
 }

@@ -31,8 +31,14 @@ __device__ __forceinline__ bool stores_first() { return 2 * blockIdx.x >= gridDi
 // Walks the tiles of a lane: the same number of steps on all ranks, empty tiles included. Returns the first tile that
 // was not stored: all were, or there was a fault.
 //
-// Why 2d+1 slots are enough for lanes that store first, too: tail(k-1-2d) comes before the release of push(k), as in
-// the others, and before push(k) a lane has waited for gather(k-1-2d).
+// Why the slots of protocol.h are enough in either order, with barriers of the block between waiting, encoding,
+// releasing and storing:
+//
+//   gathers   2d+1: tail(k-1-2d) comes before the release of push(k), at the step before or first thing at this one
+//   pushes    2d: before a lane pushes tile k it has waited for push(k-d), which a peer releases after its reduce(k-2d)
+//   own       d+1: what encode(k+d) writes over, tile k-1-d, was stored at the step before or, in lanes that store
+//   first
+//             and a tile later, at this one
 template <typename Tasks>
 __device__ __forceinline__ int32_t walk_tiles(const Tasks& lane) {
   const bool late = stores_first();

@@ -28,8 +28,9 @@ struct PeerLane {
   StepParts* steps;  // two, in shared memory: a warp may still store one step when another prepares the next
   int32_t tiles;     // of this lane
 
-  __device__ __forceinline__ int32_t slot(int32_t i) const {
-    return static_cast<int32_t>((call.first + static_cast<uint64_t>(i)) % kRingSlots);
+  __device__ __forceinline__ int32_t slot(Stage stage, int32_t i) const {
+    const uint64_t sequence = call.first + static_cast<uint64_t>(i);
+    return static_cast<int32_t>(stage == Stage::kPush ? sequence % kDevicePushSlots : sequence % kRingSlots);
   }
   __device__ __forceinline__ uint64_t ticket(int32_t i) const {
     return ticket_of(static_cast<uint32_t>(call.first + static_cast<uint64_t>(i)), call.hash);
@@ -39,12 +40,12 @@ struct PeerLane {
     const int32_t rank = job.site.plan.rank + turn;
     return rank < job.shape.world_size ? rank : rank - job.shape.world_size;
   }
-  // This lane's slot of what `source` sends in a stage, in the slab of `owner`.
-  __device__ __forceinline__ int64_t slot_at(int32_t owner, Stage stage, int32_t source, int32_t i) const {
-    return slot_offset(job.shape, owner, static_cast<int32_t>(blockIdx.x), stage, source, slot(i));
+  // The slot of what `source` sends in a stage to another rank, among those of this lane in the slab of that.
+  __device__ __forceinline__ int32_t place_of(int32_t owner, Stage stage, int32_t source, int32_t i) const {
+    return slot_in_lane(job.shape, owner, stage, source, slot(stage, i));
   }
   __device__ __forceinline__ int64_t flag_at(Stage stage, int32_t source, int32_t i) const {
-    return flag_offset(job.shape, static_cast<int32_t>(blockIdx.x), stage, source, slot(i));
+    return flag_offset(job.shape, static_cast<int32_t>(blockIdx.x), stage, source, slot(stage, i));
   }
   __device__ __forceinline__ bool has(int32_t i) const { return i >= 0 && i < tiles; }
 
@@ -55,17 +56,26 @@ struct PeerLane {
     if (turn >= job.shape.world_size) return;
     const bool stores = threadIdx.x % kWarpLanes >= kMaxPeerDevices;
     PeerPart& part = stores ? steps[step % 2].stored[turn] : steps[step % 2].encoded[turn];
-    const int32_t i = stores ? last : turn == 0 ? step - kLookAhead : step;
-    if (!has(i)) {
-      part.tasks = 0;
-      return;
-    }
+    const int32_t summed = step - kLookAhead;
+    const int32_t i = stores ? last : turn == 0 ? summed : step;
     const int32_t self = job.site.plan.rank;
     const int32_t owner = rank_at(turn);
-    part = make_part(job, owner, tile(i));
-    part.slot = slot_at(owner, stores || turn == 0 ? Stage::kGather : Stage::kPush, stores ? owner : self, i);
-    part.tile = job.slabs[stores ? self : owner] + part.slot;
-    part.pushed = job.slabs[self] + slot_at(self, Stage::kPush, self == 0 ? 1 : 0, i);
+    const int64_t lane = slots_offset(job.shape, static_cast<int32_t>(blockIdx.x), 0);
+    const auto at = [&](int32_t rank, int32_t place) {
+      return job.slabs[rank] + (lane + static_cast<int64_t>(place) * job.shape.slot_bytes);
+    };
+    if (has(i)) {
+      part = make_part(job, owner, tile(i));
+      const int32_t place = turn == 0 ? own_slot_in_lane(job.shape, static_cast<uint32_t>(i))
+                            : stores  ? place_of(self, Stage::kGather, owner, i)
+                                      : place_of(owner, Stage::kPush, self, i);
+      part.tile = at(stores ? self : owner, place);
+      part.pushed = at(self, place_of(self, Stage::kPush, self == 0 ? 1 : 0, i));
+    } else {
+      part.tasks = 0;
+    }
+    // A part that has no tasks may have it all the same.
+    part.gathered = turn == 0 ? part.tile : at(owner, place_of(owner, Stage::kGather, self, summed));
   }
 
   // One warp: until tile i of a stage has come from every peer; false after a fault.

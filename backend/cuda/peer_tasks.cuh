@@ -231,7 +231,7 @@ struct LaneTasks : PeerLane {
     if constexpr (Rings::kKeeps) store_task(runs, cursor, encoded, kept_view(job, *cursor.part));
 #pragma unroll 1
     for (int32_t turn = Rings::kKeeps ? 1 : 0; turn < job.shape.world_size; ++turn) {
-      store_task(runs, cursor, encoded, part_view(job.slabs[rank_at(turn)], *cursor.part));
+      store_task(runs, cursor, encoded, gathered_view(*cursor.part, turn));
     }
     return true;
   }

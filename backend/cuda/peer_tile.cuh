@@ -83,8 +83,8 @@ constexpr int kPeerDynamicBytes =
 struct PeerPart {
   GroupRange groups;
   int64_t first_elem;
-  int64_t slot;             // offset in a slab of the tile written, or of the one that is stored
   std::byte* tile;          // the one written, in its owner's slab, or the one that is stored
+  std::byte* gathered;      // of a part that is encoded: where its owner gathers what this rank sums up at the step
   const std::byte* pushed;  // of a part that this rank sums up: the tile that the first other rank pushed
   int32_t room;             // groups that its slot has room for
   int32_t params;           // from its codes to its parameters
@@ -113,11 +113,6 @@ __device__ __forceinline__ PeerPart make_part(const PeerJob& job, int32_t owner,
   return part;
 }
 
-template <typename Byte>
-__device__ __forceinline__ TileView<Byte> part_view(Byte* slab, const PeerPart& part) {
-  return TileView<Byte>{slab + part.slot, slab + part.slot + part.params};
-}
-
 // Of what is kept: the codes of the part's groups.
 __device__ __forceinline__ TileView<std::byte> kept_view(const PeerJob& job, const PeerPart& part) {
   const Codec& codec = job.site.plan.codec;
@@ -129,6 +124,11 @@ template <typename Byte>
 __device__ __forceinline__ TileView<Byte> own_view(const PeerPart& part) {
   return TileView<Byte>{part.tile, part.tile + part.params};
 }
+// A part that this rank sums up, the first of a step, where the owner of the step's part `turn` gathers it.
+__device__ __forceinline__ TileView<std::byte> gathered_view(const PeerPart& part, int32_t turn) {
+  std::byte* const tile = (&part)[turn].gathered;
+  return TileView<std::byte>{tile, tile + part.params};
+}
 __device__ __forceinline__ TileView<const std::byte> first_pushed(const PeerPart& part) {
   return TileView<const std::byte>{part.pushed, part.pushed + part.params};
 }
@@ -137,7 +137,7 @@ __device__ __forceinline__ TileView<const std::byte> first_pushed(const PeerPart
 template <int kBits>
 __device__ __forceinline__ Copies<kBits> pushed_copies(const PeerJob& job, const PeerPart& part) {
   const Plan& plan = job.site.plan;
-  return {plan, part.room, {part.pushed, kRingSlots * job.shape.slot_bytes, plan.rank}};
+  return {plan, part.room, {part.pushed, kDevicePushSlots * job.shape.slot_bytes, plan.rank}};
 }
 
 }  // namespace echo::cuda

@@ -35,7 +35,7 @@ std::string failure_text(const std::system_error& error) {
 // another still holds a larger slab.
 std::optional<cpu::SharedMemory> create_slabs(SlabShape& shape, cpu::Seal& seal, int64_t workspace_bytes,
                                               StoreRounds& rounds, std::string& reason) {
-  shape.slot_bytes = slot_bytes_for(workspace_bytes, shape.world_size, shape.lanes, kPeerSlotBytes);
+  shape.slot_bytes = slot_bytes_for(workspace_bytes, shape, kPeerSlotBytes);
   for (; shape.slot_bytes > 0; shape.slot_bytes = smaller_slot_bytes(shape)) {
     std::optional<cpu::SharedMemory> slab;
     std::string failure;

@@ -1,11 +1,12 @@
 /* The peer-memory protocol of backend/core/protocol.h: P ranks, one lane, look-ahead d = 1, two calls of unequal size.
  *
- * Each rank's slab has two rings of D slots per source: pushes and gathers. A slot is a value and a ticket; the value names the call and the
+ * Each rank's slab has two rings per source: DP slots of pushes and D of gathers. A slot is a value and a ticket; the value names the call and the
  * tile it was made for, so that an overwritten, stale or foreign slot shows as a failed assertion where it is consumed. Writing a slot takes two steps
  * (value, then ticket), and so does reading one (ticket, then value): the model may interleave anything between them.
  *
  *   -DP=2|3           ranks
- *   -DD=n             slots; 3 = 2d+1 must hold, 2 = 2d must fail
+ *   -DD=n             slots of a ring; 3 = 2d+1 must hold, 2 = 2d must fail
+ *   -DDP=n            those of pushes, if not as many: in the kernel's orders 2 = 2d must hold and 1 must fail, on the CPU 2 must
  *   -DABORT           any rank may fault at any step of the first call and poison everybody; all must leave, none may hang
  *   -DRESUME          after such a fault ranks go on with the next call, with the counters as they stand: must fail
  *   -DUNEQUAL         the last rank believes that the first call has one tile more: must end in a fault, no value may be accepted
@@ -19,9 +20,13 @@
 #ifndef D
 #define D 3
 #endif
+#ifndef DP
+#define DP D
+#endif
 #define CALLS 2
 
-#define SLOT(owner, source, k) (((owner) * P + (source)) * D + (k) % D)
+#define SLOT_push(owner, source, k) (((owner) * P + (source)) * DP + (k) % DP)
+#define SLOT_gather(owner, source, k) (((owner) * P + (source)) * D + (k) % D)
 #define VALUE(call, tile) (1 + (call) * 8 + (tile))
 #ifdef NO_HASH
 #define HASH(call, tiles) 1
@@ -29,7 +34,7 @@
 #define HASH(call, tiles) (1 + (call) * 8 + (tiles))
 #endif
 
-byte push_value[P * P * D], push_sequence[P * P * D], push_hash[P * P * D];
+byte push_value[P * P * DP], push_sequence[P * P * DP], push_hash[P * P * DP];
 byte gather_value[P * P * D], gather_sequence[P * P * D], gather_hash[P * P * D];
 bool poison[P];
 byte left;
@@ -64,13 +69,13 @@ inline poison_all() {
   :: !poison[me] && HERE(ring, at) -> break \
   :: !poison[me] && ring##_sequence[at] >= k + 1 && !HERE(ring, at) -> poison_all(); faulted = true; break \
   od
-#define WAIT(ring, i) TILE(i, EACH_OTHER(WAIT_FOR(ring, SLOT(me, other, k))))
+#define WAIT(ring, i) TILE(i, EACH_OTHER(WAIT_FOR(ring, SLOT_##ring(me, other, k))))
 /* What has come. */
-#define READ(ring, i) TILE(i, EACH_OTHER(assert(ring##_value[SLOT(me, other, k)] == VALUE(call, (i)))))
+#define READ(ring, i) TILE(i, EACH_OTHER(assert(ring##_value[SLOT_##ring(me, other, k)] == VALUE(call, (i)))))
 /* Values to everyone, and later their tickets. */
-#define WRITE(ring, i) TILE(i, EACH_OTHER(ring##_value[SLOT(other, me, k)] = VALUE(call, (i))))
+#define WRITE(ring, i) TILE(i, EACH_OTHER(ring##_value[SLOT_##ring(other, me, k)] = VALUE(call, (i))))
 #define RELEASE(ring, i) \
-  TILE(i, EACH_OTHER(d_step { ring##_hash[SLOT(other, me, k)] = expected_hash; ring##_sequence[SLOT(other, me, k)] = k + 1 }))
+  TILE(i, EACH_OTHER(d_step { ring##_hash[SLOT_##ring(other, me, k)] = expected_hash; ring##_sequence[SLOT_##ring(other, me, k)] = k + 1 }))
 
 /* A step in the order of a composition, and how many steps a call has more than tiles. */
 #if defined(KERNEL)

@@ -245,45 +245,56 @@ ECHO_TEST(nothing_in_a_slab_overlaps) {
   struct Extent {
     int64_t begin, end;
   };
-  for (const int32_t ranks : {2, 3, 4, 8}) {
-    const SlabShape shape{ranks, 3, 208};
-    for (int32_t owner = 0; owner < ranks; ++owner) {
-      std::vector<Extent> extents = {{fault_offset(), fault_offset() + kCacheLineBytes}};
-      const auto add = [&](int64_t begin, int64_t bytes) { extents.push_back({begin, begin + bytes}); };
-      for (int32_t source = 0; source < ranks; ++source) {
-        add(fault_record_offset(source), kCacheLineBytes);
-        for (int32_t parity = 0; parity < kCallParities; ++parity) {
-          add(record_ticket_offset(source, parity), kCacheLineBytes);
-          add(record_offset(shape, source, parity), kRecordBytes);
-        }
-        for (int32_t at = 0; at < shape.lanes * kRingSlots; ++at) {
-          const int32_t lane = at / kRingSlots;
-          const int32_t slot = at % kRingSlots;
-          for (const Stage stage : {Stage::kPush, Stage::kGather}) {
-            add(flag_offset(shape, lane, stage, source, slot), kCacheLineBytes);
-            if (stage == Stage::kPush && source == owner) continue;
-            add(slot_offset(shape, owner, lane, stage, source, slot), shape.slot_bytes);
-          }
+  const auto check = [](const SlabShape& shape, int32_t owner) {
+    std::vector<Extent> extents = {{fault_offset(), fault_offset() + kCacheLineBytes}};
+    const auto add = [&](int64_t begin, int64_t bytes) { extents.push_back({begin, begin + bytes}); };
+    for (int32_t source = 0; source < shape.world_size; ++source) {
+      add(fault_record_offset(source), kCacheLineBytes);
+      for (int32_t parity = 0; parity < kCallParities; ++parity) {
+        add(record_ticket_offset(source, parity), kCacheLineBytes);
+        add(record_offset(shape, source, parity), kRecordBytes);
+      }
+      for (int32_t at = 0; at < shape.lanes * kRingSlots; ++at) {
+        const int32_t lane = at / kRingSlots;
+        const int32_t slot = at % kRingSlots;
+        for (const Stage stage : {Stage::kPush, Stage::kGather}) {
+          add(flag_offset(shape, lane, stage, source, slot), kCacheLineBytes);
+          const int32_t slots = stage == Stage::kPush ? shape.push_slots : kRingSlots;
+          if (source == owner || slot >= slots) continue;
+          add(slot_offset(shape, owner, lane, stage, source, slot), shape.slot_bytes);
         }
       }
-      std::sort(extents.begin(), extents.end(), [](const Extent& a, const Extent& b) { return a.begin < b.begin; });
-      for (size_t i = 0; i + 1 < extents.size(); ++i) CHECK(extents[i].end <= extents[i + 1].begin);
-      CHECK(extents.front().begin >= 0);
-      CHECK_EQ(extents.back().end, slab_bytes(shape));
+    }
+    for (int32_t lane = 0; lane < shape.lanes; ++lane) {
+      for (int64_t i = 0; i < kOwnSlots; ++i) add(own_slot_offset(shape, lane, i), shape.slot_bytes);
+    }
+    std::sort(extents.begin(), extents.end(), [](const Extent& a, const Extent& b) { return a.begin < b.begin; });
+    for (size_t i = 0; i + 1 < extents.size(); ++i) CHECK(extents[i].end <= extents[i + 1].begin);
+    CHECK(extents.front().begin >= 0);
+    CHECK_EQ(extents.back().end, slab_bytes(shape));
+  };
+  for (const int32_t ranks : {2, 3, 4, 8}) {
+    for (const int32_t push_slots : {kDevicePushSlots, kRingSlots}) {
+      const SlabShape shape{.world_size = ranks, .lanes = 3, .slot_bytes = 208, .push_slots = push_slots};
+      for (int32_t owner = 0; owner < ranks; ++owner) check(shape, owner);
     }
   }
 }
 
-// Each rank pushes to P - 1 others and gathers from P: what a workspace has room for is shared by so many rings.
 ECHO_TEST(slots_are_as_large_as_the_workspace_allows) {
   constexpr int64_t kWorkspace = 64 << 20;
-  constexpr int32_t kLanes = 396;
-  CHECK_EQ(slot_bytes_for(kWorkspace, 2, kLanes, kPeerDeviceSlotBytes), kPeerDeviceSlotBytes);
-  for (const int32_t ranks : {2, 3, 4, 8, 16}) {
-    SlabShape shape{ranks, kLanes, slot_bytes_for(kWorkspace, ranks, kLanes, kWorkspace)};
-    CHECK(slab_bytes(shape) <= kWorkspace);
-    shape.slot_bytes += kTileAlignBytes;
-    CHECK(slab_bytes(shape) > kWorkspace);
+  SlabShape shape{.world_size = 2, .lanes = 396, .push_slots = kDevicePushSlots};
+  CHECK_EQ(slots_of_lane(shape), 7);
+  CHECK_EQ(slot_bytes_for(kWorkspace, shape, kPeerDeviceSlotBytes), kPeerDeviceSlotBytes);
+  for (const int32_t push_slots : {kDevicePushSlots, kRingSlots}) {
+    for (const int32_t ranks : {2, 3, 4, 8, 16}) {
+      shape.world_size = ranks;
+      shape.push_slots = push_slots;
+      shape.slot_bytes = slot_bytes_for(kWorkspace, shape, kWorkspace);
+      CHECK(slab_bytes(shape) <= kWorkspace);
+      shape.slot_bytes += kTileAlignBytes;
+      CHECK(slab_bytes(shape) > kWorkspace);
+    }
   }
 }
 
