@@ -2,9 +2,8 @@
 
 #include <cuda_runtime.h>
 
-#include <numeric>
-
 #include "../core/fault_text.h"
+#include "../core/walk.h"
 #include "host.h"
 #include "peer_launch.cuh"
 #include "stages.h"
@@ -22,25 +21,12 @@ void with_kernels(DType dtype, int32_t bits, Body body) {
   });
 }
 
-// Lanes that a call of this plan walks on, and its tiles: as many for every lane, and of equal size but for one unit,
-// so that no lane makes the others wait. Units are whole tasks, since what is left of one goes the exact way, which is
-// slow, and so many that the warps of a block get equally many at a step.
-struct Walk {
-  int32_t lanes;
-  TileCut cut;
-};
-
-Walk plan_walk(const Plan& plan, const SlabShape& slab, Kind kind) {
-  const int32_t most = slab.lanes / kMostPeerBlocks * peer_blocks(state_kind(plan), kind);
-  const int64_t fit = groups_that_fit_slot(plan.codec, slab);
-  const int64_t task = groups_per_task(plan.codec);
-  const int64_t shared = task * (kPeerWarps / std::gcd(kPeerWarps, plan.world_size));
-  const int64_t unit = shared <= fit ? shared : min_i64(task, fit);
-  const int64_t units = ceil_div(segment_groups(plan), unit);
-  const int64_t rounds = ceil_div(units, most * (fit / unit));
-  const int64_t tiles = min_i64(units, rounds * most);
-  return {.lanes = static_cast<int32_t>(min_i64(most, tiles)),
-          .cut = {.tiles = tiles, .groups = units / tiles * unit, .step = unit, .larger = units % tiles}};
+Walk walk_of(const Plan& plan, const SlabShape& slab, Kind kind) {
+  return plan_walk(plan, {.multiprocessors = slab.lanes / kMostPeerBlocks,
+                          .lanes = peer_blocks(state_kind(plan), kind),
+                          .warps = kPeerWarps,
+                          .task = groups_per_task(plan.codec),
+                          .fit = groups_that_fit_slot(plan.codec, slab)});
 }
 
 }  // namespace
@@ -82,7 +68,7 @@ PeerGroup::~PeerGroup() {
 void PeerGroup::all_reduce(const PeerCall& call) {
   const Plan& plan = call.site.plan;
   const Kind kind = kind_of(plan, call.rescale);
-  const Walk walk = plan_walk(plan, shape_, kind);
+  const Walk walk = walk_of(plan, shape_, kind);
   auto* group = reinterpret_cast<GroupState*>(state_);
   PeerJob job{.site = call.site,
               .state_layout = make_state_layout(plan),
@@ -136,7 +122,7 @@ void PeerGroup::report_exit(int32_t peer) { __atomic_fetch_or(&words_->exited, u
 
 int64_t PeerGroup::wire_bytes(const PeerCall& call) const {
   const Plan& plan = call.site.plan;
-  return sent_call_bytes(plan, plan_walk(plan, shape_, kind_of(plan, call.rescale)).cut);
+  return sent_call_bytes(plan, walk_of(plan, shape_, kind_of(plan, call.rescale)).cut);
 }
 
 }  // namespace echo::cuda
