@@ -28,23 +28,25 @@ constexpr int32_t kPeerMaxLanes = 4;
 constexpr int64_t kPeerMinWorkspaceBytes = 4 << 20;
 
 // Peer memory on CUDA: bytes of a ring slot at most, 352 groups of 128 elements in 4 bits, which two ranks on 132
-// multiprocessors get from 64 MiB, and below how many a group does with fewer lanes (unmeasured). Measured up to 256
-// groups: two H200s, 1 GiB of bf16, tiles of 160 / 192 / 224 / 256 groups: one int8 average 1.28 / 1.25 / 1.22 / 1.21
-// ms, two 1.74 / 1.69 / 1.65 / 1.61 ms, without feedback 0.970 / 0.950 / 0.940 / 0.932 ms (2026-11-30, medians of 20
-// calls after 5).
+// multiprocessors get from 64 MiB, and below how many a group does with fewer lanes (unmeasured). Two H200s, 1 GiB of
+// bf16, tiles of 192 / 256 / 288 / 336 groups: one int8 average 1.25 / 1.21 / 1.20 / 1.19 ms, the same with rotation
+// 1.69 / 1.61 / 1.60 / 1.57 ms, without feedback 0.950 / 0.933 / 0.927 / 0.929 ms (2026-11-30, medians of 20 calls
+// after 5, as all of the following).
 constexpr int64_t kPeerDeviceSlotBytes = 23936;
 constexpr int64_t kPeerDeviceSmallSlotBytes = 2048;
 
-// Elements of a segment that a multiprocessor has for each lane before it gets one more: a lane less is less to open
-// and to close. Same measurement, tensors of 2 / 4 / 8 MiB, against all 396 lanes: without feedback 20.1 / 22.4 / 27.6
-// us against 21.9 / 23.6 / 28.1, with two averages 25.0 / 30.1 / 35.0 us against 26.0 / 28.8 / 35.1.
-constexpr int64_t kDeviceLaneElems = 8192;
+// Elements of a segment that a multiprocessor has for each lane before it gets one more, with state and without: a lane
+// less is less to open and to close. Against all lanes: 20.1 us and 21.9 at 2 MiB, 22.7 and 23.7 at 4, 27.6 and 27.8 at
+// 8 (without feedback), 25.0 and 26.0 at 2 MiB (as shipped); there 8192 for each lane took 30.1 us at 4 MiB and 4096
+// 28.5.
+constexpr int64_t kDeviceLaneElems = 4096;
+constexpr int64_t kDevicePlainLaneElems = 8192;
 
-// Tiles of a lane from which on they have one size, and some lanes one tile less than others, instead of equally many
-// of sizes that differ. Same measurement: at 1 GiB, 21 tiles a lane, one int8 average took 1187 us in tiles of one size
-// and 1206 us otherwise, two 1602 and 1613 us; at 256 MiB, 6 tiles a lane, two took 432 and 428 us. Nothing between was
-// timed.
-constexpr int64_t kDeviceManyTiles = 16;
+// Tiles a lane is to have at least where there is no state, as far as they have so many elements. Without feedback,
+// tiles a lane and us: at 256 MiB 4 278, 5 270, 6 268, 7 267; at 128 MiB 2 161, 3 156, 4 153, 5 153; at 64 MiB 1 89.2,
+// 2 90.0, 3 88.8, 4 90.8. With a state fewest is best (as shipped at 256 MiB: 4 409, 5 419, 6 428).
+constexpr int64_t kDevicePlainTiles = 6;
+constexpr int64_t kDevicePlainTileElems = 18432;
 
 // Bytes of a tensor from which on a call with residual "group" leaves the update of its state to a kernel and a stream
 // of their own: from there on call and update together take the device no longer than the call that updates (two H200s,

@@ -52,31 +52,31 @@ void check_walk(const Plan& plan, const WalkLimits& limits) {
   CHECK(walk.lanes >= 1 && walk.lanes <= resident);
   CHECK(walk.lanes >= min_i64(limits.multiprocessors, ceil_div(segment, unit)));
   // No lane besides one for each multiprocessor without its share, and all lanes before any has a second tile.
-  const int64_t share = min_i64(fit, ceil_div(kDeviceLaneElems, plan.codec.group_elems));
+  const int64_t elems = plan.feedback.enabled ? kDeviceLaneElems : kDevicePlainLaneElems;
+  const int64_t share = min_i64(fit, ceil_div(elems, plan.codec.group_elems));
   if (walk.lanes > limits.multiprocessors) CHECK((walk.lanes - 1) * share < segment);
   const int64_t rounds = *std::max_element(count.begin(), count.end());
   if (rounds > 1)
     CHECK(walk.lanes == resident || (walk.lanes == limits.multiprocessors && walk.lanes * share >= segment));
 
-  // As few tiles a lane as fit allows.
-  CHECK((rounds - 1) * walk.lanes * fit < segment);
+  // As few tiles a lane as fit allows; without state so many as are wanted, of enough elements.
+  const bool fewest = (rounds - 1) * walk.lanes * fit < segment;
+  const bool wanted = !plan.feedback.enabled && rounds <= kDevicePlainTiles &&
+                      segment * plan.codec.group_elems >= rounds * walk.lanes * kDevicePlainTileElems;
+  CHECK(fewest || wanted);
   const auto [least, largest] = std::minmax_element(load.begin(), load.end());
-  if (rounds < kDeviceManyTiles) {
-    const bool smallest = static_cast<int64_t>(tiles.size()) == ceil_div(segment, unit);
-    CHECK(*std::min_element(count.begin(), count.end()) >= rounds - (smallest ? 1 : 0));
-    CHECK(*largest - *least < 2 * unit);  // one unit, and what the segment's last lacks
-  } else {
-    for (size_t tile = 0; tile + 1 < tiles.size(); ++tile) CHECK_EQ(tiles[tile], tiles[0]);
-    CHECK(*largest - *least < 2 * tiles[0]);
-  }
+  const bool smallest = static_cast<int64_t>(tiles.size()) == ceil_div(segment, unit);
+  CHECK(*std::min_element(count.begin(), count.end()) >= rounds - (smallest ? 1 : 0));
+  CHECK(*largest - *least < 2 * unit);  // one unit, and what the segment's last lacks
 }
 
-Plan plan_of(int32_t world_size, int32_t group_elems, int32_t bits, int64_t numel) {
+Plan plan_of(int32_t world_size, int32_t group_elems, int32_t bits, int64_t numel, bool feedback) {
   Plan plan;
   plan.world_size = world_size;
   plan.codec.group_elems = group_elems;
   plan.codec.bits = bits;
   plan.numel = numel;
+  plan.feedback.enabled = feedback;
   return plan;
 }
 
@@ -98,8 +98,10 @@ ECHO_TEST(every_lane_of_a_walk_has_its_share) {
       for (const int32_t bits : {4, 8}) {
         const auto check_at = [&](int64_t numel, int32_t multiprocessors, int32_t lanes, int64_t slot_bytes) {
           if (numel < 1) return;
-          const Plan plan = plan_of(ranks, group_elems, bits, numel);
-          check_walk(plan, limits_of(plan, multiprocessors, lanes, slot_bytes));
+          for (const bool feedback : {false, true}) {
+            const Plan plan = plan_of(ranks, group_elems, bits, numel, feedback);
+            check_walk(plan, limits_of(plan, multiprocessors, lanes, slot_bytes));
+          }
         };
         for (const int32_t multiprocessors : {1, 2, 132}) {
           for (const int32_t lanes : {2, 3}) {
@@ -121,28 +123,37 @@ ECHO_TEST(every_lane_of_a_walk_has_its_share) {
 // Two ranks of 132 multiprocessors, three lanes each: what was measured, and the sizes on either side of each limit.
 ECHO_TEST(walks_as_measured) {
   struct Expected {
+    bool feedback;
     int64_t numel;
     int32_t lanes;
     int64_t tiles, first, last;  // groups of the first tile, and of the last
   };
   constexpr int64_t kMi = 1 << 20;
   constexpr int64_t kLane = 2 * kDeviceLaneElems;  // elements of both segments that ask for a lane
-  constexpr int64_t kFull = 2 * 396 * 352 * 128;   // that fill each lane's slot once
-  for (const Expected& e : {Expected{1, 1, 1, 1, 1},
-                            {kMi, 132, 132, 32, 16},
-                            {2 * kMi, 132, 132, 64, 48},
-                            {132 * kLane, 132, 132, 64, 64},
-                            {132 * kLane + 1, 133, 133, 64, 33},
-                            {4 * kMi, 256, 256, 64, 64},
-                            {396 * kLane, 396, 396, 64, 64},
-                            {8 * kMi, 396, 396, 96, 80},
-                            {32 * kMi, 396, 396, 336, 320},
-                            {kFull, 396, 396, 352, 352},
-                            {kFull + 1, 396, 792, 192, 161},
-                            {15 * kFull, 396, 15 * 396, 352, 352},
-                            {15 * kFull + 1, 396, 6223, 336, 289},
-                            {512 * kMi, 396, 6242, 336, 176}}) {
-    const Plan plan = plan_of(2, 128, 4, e.numel);
+  constexpr int64_t kPlainLane = 2 * kDevicePlainLaneElems;
+  constexpr int64_t kFull = 2 * 396 * 352 * 128;                   // that fill each lane's slot once
+  constexpr int64_t kPlainTile = 2 * 396 * kDevicePlainTileElems;  // that give each lane a tile of its own
+  for (const Expected& e : {Expected{true, 1, 1, 1, 1, 1},
+                            {true, kMi, 132, 132, 32, 16},
+                            {true, 132 * kLane, 132, 132, 32, 32},
+                            {true, 132 * kLane + 1, 133, 133, 32, 1},
+                            {true, 4 * kMi, 396, 396, 48, 32},
+                            {true, 8 * kMi, 396, 396, 96, 80},
+                            {true, 32 * kMi, 396, 396, 336, 320},
+                            {true, kFull, 396, 396, 352, 352},
+                            {true, kFull + 1, 396, 792, 192, 161},
+                            {true, 512 * kMi, 396, 6336, 336, 320},
+                            {false, 1, 1, 1, 1, 1},
+                            {false, kMi, 132, 132, 32, 16},
+                            {false, 132 * kPlainLane, 132, 132, 64, 64},
+                            {false, 132 * kPlainLane + 1, 133, 133, 64, 33},
+                            {false, 4 * kMi, 256, 256, 64, 64},
+                            {false, 32 * kMi, 396, 792, 176, 160},
+                            {false, 128 * kMi, 396, 2376, 224, 208},
+                            {false, 6 * kPlainTile, 396, 2376, 144, 144},
+                            {false, 6 * kPlainTile - 256, 396, 1980, 176, 159},
+                            {false, 512 * kMi, 396, 6336, 336, 320}}) {
+    const Plan plan = plan_of(2, 128, 4, e.numel, e.feedback);
     const WalkLimits limits = limits_of(plan, 132, 3, kPeerDeviceSlotBytes);
     const Walk walk = plan_walk(plan, limits);
     const std::vector<int64_t> tiles = tiles_of(plan, limits, walk.cut);
