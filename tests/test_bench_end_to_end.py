@@ -26,12 +26,15 @@ def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_first_tokens_from_end_to_end(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     arguments = ["--rows", "echo4,default", "--loads", "0,50", "--decode", "2", "--fixed", "128KiB"]
+    arguments += ["--parts", "0.25", "--pause", "0.01"]
     assert main(["bench", "ttft", *arguments, "--out", str(tmp_path)]) == 0, capfd.readouterr()
     (path,) = tmp_path.glob("ttft-tiny-cpu-*.jsonl")
     made = {(r["phase"], r["load"], r["row"], r["sum_bytes"]): r for r in results.read(path, "ttft")}
     own, rows = 2 * 2 * 32 * 64, {"gloo", "no-op", "echo4", "default"}
     for load in (0, 50):
-        assert {key[2] for key in made if key[:2] == ("prefill", load)} == rows
+        assert {key[2] for key in made if key[:2] == ("prefill", load)} == rows | {"gloo x 0.25"}
+        part = made["prefill", load, "gloo x 0.25", own]
+        assert part["kind"] == "part" and part["reached"] is None and part["sum_ms"] > 0 == part["quantized"]
         assert {key[2] for key in made if key[:2] == ("decode", load)} == rows | {"again"}
         # Small sums are quantized in the row that says so, and in decoding, where sizes are as shipped, nowhere.
         prefill = {row: made["prefill", load, row, own] for row in rows}
@@ -230,6 +233,8 @@ def test_batches_to_try() -> None:
         (["--loads", "101"], "--loads"),
         (["--loads", ""], "--loads"),
         (["--batch", "0"], "--batch"),
+        (["--parts", "0.5,1"], "--parts"),
+        (["--pause", "-1"], "--pause"),
         (["--report-only", "nowhere.jsonl"], "nowhere.jsonl"),
     ],
 )

@@ -37,6 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rows", metavar="R[,R...]", help="default all; the baseline always runs: " + _row_names())
     parser.add_argument("--iterations", type=int, help="measured ones; default 20 on CPU, 80 on CUDA")
     parser.add_argument("--warmup", type=int, help="iterations before them; default 3 on CPU, 30 on CUDA")
+    parser.add_argument("--commit", default="", help="what to record where the checkout has no git")
     parser.add_argument("--out", type=Path, metavar="DIR", help="for JSON lines and plots; default bench-out")
     parser.add_argument(
         "--report-only", type=Path, metavar="FILE.jsonl", help="measure nothing, show what was measured"
@@ -100,6 +101,7 @@ def _plan(chosen: argparse.Namespace, launched: tuple[int, int, int] | None) -> 
         "rows": tuple(row.name for row in cases.choose_rows(device, chosen.rows)),
         "warmup": warmup,
         "iterations": iterations,
+        "commit": chosen.commit,
     }
 
 
@@ -132,6 +134,7 @@ def _run_rank(
         local_rank=local_rank,
     )
     common = results.circumstances(plan["device"], threads, local_rank) | {"warmup": plan["warmup"]}
+    common["commit"] = plan["commit"] or common["commit"]
     bench = measure.Rank(settings)
     for dtype in plan["dtypes"]:
         reporter = _Reporter(common, size, dtype, Path(path), enabled=rank == 0)

@@ -88,6 +88,14 @@ class Command:
         if self.name == "ttft":
             parser.add_argument("--decode", help=f'batches of decoding, "" for none; default {real["decode"]}')
         parser.add_argument("--fixed", help="size of the all-reduce that loads are to slow down; default 1GiB")
+        parser.add_argument(
+            "--parts", default="", metavar="SHARE[,SHARE]", help="also time the exact backend on such shares of each "
+            "tensor: what an all-reduce that much faster would leave of the rest; default none",
+        )  # fmt: skip
+        parser.add_argument(
+            "--pause", type=float, default=0.0, metavar="SECONDS", help="before each pass: GPUs at their power limit "
+            "are slower the shorter the sums are; default 0",
+        )  # fmt: skip
         parser.add_argument("--fabric", choices=("auto", "peer", "wire"), default="auto")
         parser.add_argument("--commit", default="", help="what to record where the checkout has no git")
         parser.add_argument("--out", type=Path, default=Path("bench-out"), metavar="DIR")
@@ -160,6 +168,8 @@ def make_plan(bench: str, chosen: argparse.Namespace, launched: tuple[int, int, 
         "decode_iterations": 20 * numbers["iterations"],
         "fixed": cases.choose_sizes(chosen.device, chosen.fixed or defaults["fixed"], ("bfloat16",))[-1],
         "calls": defaults["calls"],
+        "parts": _shares(chosen.parts),
+        "pause": _checked_pause(chosen.pause),
         "fabric": chosen.fabric,
         "commit": chosen.commit,
     }
@@ -173,6 +183,22 @@ def choose_rows(device: str, text: str) -> tuple[Row, ...]:
     if unfit := [row.name for row in rows if row.kind != "echo" or row.then_matmul or row.look_ahead is not None]:
         raise ValueError(f"--rows: {', '.join(unfit)} cannot be had in a model")
     return (baseline, *rows, *([PAPER] if PAPER.name in names else []))
+
+
+def _shares(text: str) -> tuple[float, ...]:
+    try:
+        shares = tuple(float(part) for part in text.split(",") if part.strip())
+    except ValueError:
+        shares = (0.0,)
+    if not all(0 < share < 1 for share in shares):
+        raise ValueError(f"--parts {text!r} must be numbers between 0 and 1 with commas")
+    return shares
+
+
+def _checked_pause(seconds: float) -> float:
+    if not 0 <= seconds <= 60:
+        raise ValueError(f"--pause {seconds:g} must be from 0 to 60 seconds")
+    return seconds
 
 
 def _numbers(name: str, text: str, most: int) -> tuple[int, ...]:

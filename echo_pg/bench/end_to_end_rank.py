@@ -16,7 +16,7 @@ import torch.distributed as dist
 from .. import options
 from . import end_to_end_report, measure, results
 from .cases import BASELINES
-from .end_to_end_model import AGAIN, NOTHING, Decoding, Shape, Sums, Training, Variant, first_tokens, make
+from .end_to_end_model import AGAIN, NOTHING, Decoding, Shape, Sums, Training, Variant, first_tokens, make, part_of
 from .load import Load
 from .progress import Bar
 
@@ -118,6 +118,8 @@ class Rank:
         """The baseline, nothing, and a group for each row of echo; with `shipped_sizes` small tensors stay exact."""
         baseline, *rows = self.plan["rows"]
         made = [Variant(baseline, self.alone.inner), Variant(NOTHING, None)]
+        if not shipped_sizes:
+            made += [Variant(part_of(baseline, share), self.alone.inner, share=share) for share in self.plan["parts"]]
         for row in rows:
             sizes: dict[str, Any] = {} if shipped_sizes or row.shipped else {"min_bytes": 0}
             chosen = options.Options(**(sizes | row.changes))
@@ -151,7 +153,7 @@ class Rank:
 
         def with_sums_of(variant: Variant) -> Callable[[], None]:
             def call() -> None:
-                self.sums.group = variant.group
+                self.sums.group, self.sums.share = variant.group, variant.share
                 run()
 
             variant.check(call, lambda: sums * variant.quantizes(sum_bytes))
@@ -159,11 +161,12 @@ class Rank:
 
         phase, iterations = "prefill" if self.training is None else "step", self.plan["iterations"]
         extra = {"load": duty, "phase": phase, "batch": batch, "sum_bytes": sum_bytes, "sums": sums}
+        extra["pause_s"] = self.plan["pause"]
         calls = [with_sums_of(variant) for variant in variants]
         bar = Bar(f"{phase}, load {duty} %", iterations, enabled=self.rank == 0)
         self.set_load(duty)
         for number in range(iterations):
-            seconds = self.interleave(calls, lambda: None, range(number, number + 1), bar, graphs=False)
+            seconds = self.interleave(calls, self._pause, range(number, number + 1), bar, graphs=False)
             self._record(variants, seconds, extra)
         bar.done()
         self._record_apart(variants, calls, extra)
@@ -193,6 +196,7 @@ class Rank:
         """Seconds: of a sum on average, counted from when the last rank came to it, and of the slowest rank's pass."""
         on_device = self.device.type == "cuda"
         self.sums.clock = measure.DeviceClock() if on_device else measure.HostClock()
+        self._pause()
         self.alone.barrier(head_start=False)
         began = time.perf_counter()
         call()
@@ -204,6 +208,10 @@ class Rank:
         dist.all_reduce(whole, op=dist.ReduceOp.MAX)
         dist.all_reduce(each, op=dist.ReduceOp.MIN)  # whoever came earlier has waited for the others as well
         return each.mean().item(), whole.item()
+
+    def _pause(self) -> None:
+        """In which a GPU whose power is limited recovers, so that the limit does not shape what comes."""
+        time.sleep(self.plan["pause"])
 
     def measure_decoding(self, variants: list[Variant], batch: int, duty: int) -> None:
         """One token of each of `batch` sequences under one load."""
@@ -227,7 +235,7 @@ class Rank:
         """What makes one step with the sums of a variant."""
 
         def call() -> None:
-            self.sums.group = variant.group
+            self.sums.group, self.sums.share = variant.group, variant.share
             decoding.step().cpu()
 
         sums, sum_bytes = 2 * self.shape.layers, 2 * decoding.token.numel() * self.shape.width
@@ -235,7 +243,7 @@ class Rank:
         if not graphs:
             variant.check(call, lambda: sums * variant.quantizes(sum_bytes))
             return call
-        self.sums.group = variant.group
+        self.sums.group, self.sums.share = variant.group, variant.share
         # Two steps in eager mode, and the recorded one, which is counted once.
         replay: Callable[[], Any] = variant.check(
             decoding.record,
