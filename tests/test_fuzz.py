@@ -8,7 +8,12 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parent / "fuzz"))
-from fuzz import mutate_for
+from fuzz import NAMES, mutate_for
+from fuzz_targets import TARGETS
+
+
+def test_the_long_run_leaves_no_target_out() -> None:
+    assert set(NAMES) == set(TARGETS)
 
 
 @pytest.mark.parametrize(

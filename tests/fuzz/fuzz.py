@@ -16,6 +16,8 @@ import time
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
+# Of the targets, which are imported where atheris watches.
+NAMES = ("options", "environment", "record", "report", "handle")
 TOKENS = (
     b"null",
     b'"',
@@ -99,7 +101,7 @@ def main() -> int:
     given = parser.parse_args()
     if given.inside:
         lead_by_coverage(given.only, given.seconds)
-    names = [given.only] if given.only else ["options", "environment", "record", "handle"]
+    names = [given.only] if given.only else NAMES
     status = 0
     for name in names:
         start = time.monotonic()

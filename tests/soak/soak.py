@@ -233,6 +233,7 @@ def run_slice(
         "groups": groups,
         "replayed": replayed,
         "history": history,
+        "largest": max(kind.numel for kind in pool.entries),
     }
 
 
@@ -283,6 +284,7 @@ def soak_slice(
         "replayed": sum(outcome["replayed"] for outcome in outcomes),
         "epochs": outcomes[0]["epochs"],
         "groups": outcomes[0]["groups"],
+        "largest": outcomes[0]["largest"],
         "took_s": round(time.monotonic() - start, 1),
         "torch": torch.__version__,
         "cores": os.cpu_count(),
@@ -301,7 +303,7 @@ def summarise(lines: list[dict[str, Any]]) -> dict[str, Any]:
             for name in ("calls", "mirrored", "replayed", "epochs", "groups", "took_s")
         },
         **{name: sorted({line[name] for line in lines}) for name in ("torch", "cores", "date")},
-        "largest_elements": LARGEST,
+        "largest_elements": max(line["largest"] for line in lines),
         "problems": [problem for line in lines for problem in line["problems"]],
         "rss_growth_mib": {
             str(line["seed"]): round((line["footprint_last"]["rss"] - line["footprint_first"]["rss"]) / 2**20, 1)
