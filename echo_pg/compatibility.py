@@ -17,6 +17,8 @@ def complete(echo_class: Any) -> None:
         return
     echo_class.options = property(_options, doc="A copy of the inner NCCL group's options, or a GroupOptions.")
     echo_class.perform_nocolor_split = _perform_nocolor_split
+    for name in ("register_mem_pool", "deregister_mem_pool"):
+        setattr(echo_class, name, _of_inner_nccl(name))
     echo_class._set_default_timeout = lambda self, timeout: self.set_timeout(timeout)
     for make in (_get_split_source, _set_pg_timeout, _add_ephemeral_timeout_for_all_pgs, monitored_barrier):
         _extend(make)
@@ -43,6 +45,18 @@ def _inner_nccl(group: Any) -> Any:
     except ValueError:
         return None
     return inner if inner.name() == "nccl" else None
+
+
+def _of_inner_nccl(name: str) -> property:
+    """The method `name` of the inner NCCL group, which `Backend` lacks: Megatron registers its buffers with it."""
+
+    def method(group: Any) -> Any:
+        inner = _inner_nccl(group)
+        if inner is None:
+            raise AttributeError(f"'ProcessGroupEcho' object has no attribute {name!r}: no inner group of it is NCCL")
+        return getattr(inner, name)
+
+    return property(method, doc=f"The inner NCCL group's {name}; AttributeError over other backends.")
 
 
 def _perform_nocolor_split(group: Any, device: Any) -> None:

@@ -312,3 +312,23 @@ def test_options_that_cannot_be_copied_deeply_are_copied_by_hand() -> None:
     given.config = "as given"
     copied = compatibility.copy_nccl_options(given)
     assert copied is not given and (copied.is_high_priority_stream, copied.config) == (True, "as given")
+
+
+def test_memory_pools_are_registered_with_the_inner_nccl_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[Any, ...]] = []
+    inner = SimpleNamespace(
+        register_mem_pool=lambda pool, symm=False: calls.append((pool, symm)),
+        deregister_mem_pool=lambda pool: calls.append((pool,)),
+    )
+
+    class Echo:
+        register_mem_pool = compatibility._of_inner_nccl("register_mem_pool")
+        deregister_mem_pool = compatibility._of_inner_nccl("deregister_mem_pool")
+
+    monkeypatch.setattr(compatibility, "_inner_nccl", lambda group: inner)
+    group: Any = Echo()
+    group.register_mem_pool("pool", symm=True)
+    group.deregister_mem_pool("pool")
+    assert calls == [("pool", True), ("pool",)]
+    monkeypatch.setattr(compatibility, "_inner_nccl", lambda group: None)
+    assert not hasattr(group, "register_mem_pool"), "as over a backend that has none"

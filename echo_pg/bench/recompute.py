@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import build, options
-from . import launch, methods, results
+from . import launch, results
 
 # Name -> the option recompute, or None where nothing is computed again ("none") or its sums are kept ("saved": torch's
 # selective checkpointing saves the results of all-reduces, which then are not made again).
@@ -26,6 +26,8 @@ WAYS: dict[str, str | None] = {
     "none": None, "feedback": "feedback", "plain": "plain", "exact": "exact", "saved": None,
 }  # fmt: skip
 _TAIL = 50  # last steps, over which losses are compared
+# Options as shipped whose values a record states, since losses depend on them and defaults may change.
+_STATED = ("rotation", "quantizer", "residual", "eta", "a", "beta1", "beta2", "state_dtype")
 _ROW = "{:<10}{:>14}{:>14}{:>14}{:>14}{:>16}"
 
 
@@ -94,8 +96,7 @@ class Run:
 
         from . import transformer
 
-        settings = options.Options(
-            **methods.UNROTATED_TWO,
+        self.settings = options.Options(
             bits=chosen["bits"],
             feedback=feedback,
             min_bytes=0,
@@ -103,7 +104,7 @@ class Run:
             recompute=WAYS[way] or "feedback",
         )
         self.way, self.feedback = way, feedback
-        self.group = dist.new_group(backend="echo", group_desc="tp", pg_options=settings)
+        self.group = dist.new_group(backend="echo", group_desc="tp", pg_options=self.settings)
         mesh = transformer.mesh_over(self.group, device)
         self.model = transformer.make(mesh, device=device, width=64, layers=4, length=64)
         self.model.wrap, self.model.blocks_per_segment = _checkpoint(way), chosen["segment"]
@@ -221,6 +222,7 @@ def _record(
         f"every {every}th step at the parameters of the run without checkpointing; loss: mean of the last {_TAIL}, "
         "loss_difference: mean of the absolute differences in them to the run without checkpointing",
         "ranks": size, "bits": chosen["bits"], "layers_per_checkpoint": chosen["segment"], "steps": chosen["steps"],
+        "options": {name: getattr(base[True].settings, name) for name in _STATED},
         "text_bytes": text_bytes,
         "exact_loss": _tail(exact.losses),
         "quantization": [
