@@ -94,7 +94,8 @@ class Options:
             starts anew in each recomputed segment, so one that begins where the pass began repeats it to the bit),
             "plain" (quantized without feedback) or "exact" (forwarded). All three change gradients far less than
             quantization does; "feedback" least with two or more layers per checkpoint, "exact" with one
-            (ci/baseline/recompute_cpu_2_cores.json). To change nothing, keep the sums: torch's selective checkpointing with _c10d_functional.all_reduce among what it saves.
+            (ci/baseline/recompute_cpu_2_cores.json). To change nothing, keep the sums: torch's selective checkpointing
+            with _c10d_functional.all_reduce among what it saves.
     Which calls:
         policy: "auto" (tensor-parallel activations and their gradients), "all" (every SUM all-reduce of listed dtype
             and size), "off".

@@ -29,9 +29,9 @@ constexpr int64_t kPeerMinWorkspaceBytes = 4 << 20;
 
 // Peer memory on CUDA: bytes of a ring slot at most, 352 groups of 128 elements in 4 bits, which two ranks on 132
 // multiprocessors get from 64 MiB, and below how many a group does with fewer lanes (unmeasured). Two H200s, 1 GiB of
-// bf16, tiles of 192 / 256 / 288 / 336 groups: one int8 average 1.25 / 1.21 / 1.20 / 1.19 ms, the same with rotation
-// 1.69 / 1.61 / 1.60 / 1.57 ms, without feedback 0.950 / 0.933 / 0.927 / 0.929 ms (2026-11-30, medians of 20 calls
-// after 5, as all of the following).
+// bf16, tiles of 256 / 288 / 336 groups: one int8 average 1.21 / 1.20 / 1.19 ms, the same with rotation 1.62 / 1.60 /
+// 1.57 ms, without feedback 0.933 / 0.927 / 0.929 ms (ci/baseline/tiles_h200x2.json, medians of 20 calls after 5, as
+// all of the following).
 constexpr int64_t kPeerDeviceSlotBytes = 23936;
 constexpr int64_t kPeerDeviceSmallSlotBytes = 2048;
 

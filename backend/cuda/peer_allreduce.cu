@@ -21,6 +21,8 @@ void with_kernels(DType dtype, int32_t bits, Body body) {
   });
 }
 
+// Warps: those of most kernels. One that keeps for its update may have more, but ranks agree on the cut by the plan
+// alone.
 Walk walk_of(const Plan& plan, const SlabShape& slab, Kind kind) {
   return plan_walk(plan, {.multiprocessors = slab.lanes / kMostPeerBlocks,
                           .lanes = peer_blocks(state_kind(plan), kind),

@@ -6,7 +6,7 @@
 //   own slab        slots that the peers fill, read here behind acquired tickets
 //   peers' slabs    written only: codes first, then a barrier of the block, then one release of the ticket
 //
-// An owner's code goes into its own gather slot too, so that tail treats all segments alike.
+// An owner's code goes into a slot of its own slab too, so that tail treats all segments alike.
 //
 // Residual "group" is known only after the sum. Either tail updates the averages, for which it reads contribution and
 // state again, or the kernel keeps what an update needs (keeps_for_update), which a kernel of its own then does beside
@@ -17,7 +17,7 @@
 //   apart    tensor 2 read, 2 kept, 2 written; c s read; a peer's half of the codes 0.27 kept
 //   update   2 and 0.53 read of what was kept; all averages read and written
 //
-// The owner's half of the codes is kept in place of its gather slot. Two bf16 averages: 16, 8.3 and 10.5 bytes.
+// The owner's half of the codes is kept in place of that slot. Two bf16 averages: 16, 8.3 and 10.5 bytes.
 #pragma once
 
 #include "peer_tasks.cuh"
@@ -36,9 +36,7 @@ __device__ __forceinline__ bool stores_first() { return 2 * blockIdx.x >= gridDi
 //
 //   gathers   2d+1: tail(k-1-2d) comes before the release of push(k), at the step before or first thing at this one
 //   pushes    2d: before a lane pushes tile k it has waited for push(k-d), which a peer releases after its reduce(k-2d)
-//   own       d+1: what encode(k+d) writes over, tile k-1-d, was stored at the step before or, in lanes that store
-//   first
-//             and a tile later, at this one
+//   own       d+1: encode of tile k writes over tile k-1-d, which was stored at the step before or first thing at this
 template <typename Tasks>
 __device__ __forceinline__ int32_t walk_tiles(const Tasks& lane) {
   const bool late = stores_first();

@@ -40,7 +40,8 @@ struct PeerLane {
     const int32_t rank = job.site.plan.rank + turn;
     return rank < job.shape.world_size ? rank : rank - job.shape.world_size;
   }
-  // The slot of what `source` sends in a stage to another rank, among those of this lane in the slab of that.
+  // The slot of what `source` sends in a stage to `owner`, another rank: among this lane's slots in the slab of
+  // `owner`.
   __device__ __forceinline__ int32_t place_of(int32_t owner, Stage stage, int32_t source, int32_t i) const {
     return slot_in_lane(job.shape, owner, stage, source, slot(stage, i));
   }
@@ -74,7 +75,7 @@ struct PeerLane {
     } else {
       part.tasks = 0;
     }
-    // A part that has no tasks may have it all the same.
+    // Also where the part has no tasks: what is summed up at this step is gathered there.
     part.gathered = turn == 0 ? part.tile : at(owner, place_of(owner, Stage::kGather, self, summed));
   }
 

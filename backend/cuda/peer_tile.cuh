@@ -124,7 +124,8 @@ template <typename Byte>
 __device__ __forceinline__ TileView<Byte> own_view(const PeerPart& part) {
   return TileView<Byte>{part.tile, part.tile + part.params};
 }
-// A part that this rank sums up, the first of a step, where the owner of the step's part `turn` gathers it.
+// Where the owner of the step's part `turn` gathers what this rank sums up. Pre: `part` is the first of the step's
+// encoded parts, behind which the others lie.
 __device__ __forceinline__ TileView<std::byte> gathered_view(const PeerPart& part, int32_t turn) {
   std::byte* const tile = (&part)[turn].gathered;
   return TileView<std::byte>{tile, tile + part.params};

@@ -28,13 +28,13 @@ void DeferredUpdate::join(const c10::Stream& stream, bool recording) {
 
 std::byte* DeferredUpdate::keep(int64_t bytes, const c10::Stream& stream) {
   if (bytes >= too_many_) return nullptr;
-  if (!own_) own_ = c10::impl::VirtualGuardImpl(device_.type()).getStreamFromGlobalPool(device_);
   if (this->bytes() < bytes) {
     kept_ = at::Tensor();  // goes first, so that the new one does not come on top of it
-    const c10::StreamGuard guard(*own_);
     try {
+      if (!own_) own_ = c10::impl::VirtualGuardImpl(device_.type()).getStreamFromGlobalPool(device_);
+      const c10::StreamGuard guard(*own_);
       kept_ = at::empty({bytes}, at::TensorOptions().dtype(at::kByte).device(device_));
-    } catch (const c10::OutOfMemoryError&) {
+    } catch (const c10::Error&) {  // of the allocator, or of CUDA where not even a stream can be made
       too_many_ = bytes;
       return nullptr;
     }

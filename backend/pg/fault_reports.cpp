@@ -84,10 +84,13 @@ struct Heard {
 
 void say(const Member& member, const FaultReport& mine) {
   write(member, own_key(member.rank), mine);
+  // What the group has survived gives way to what ends it, and never the other way round, whoever writes meanwhile.
+  if (mine.fate == GroupFate::kSurvives) {
+    member.store->compareSet(kFirstKey, "", to_stored(mine));
+    return;
+  }
   const std::optional<FaultReport> first = read(member, kFirstKey);
-  // What the group has survived gives way to what ends it.
-  if (first && (first->fate == GroupFate::kEnds || mine.fate == GroupFate::kSurvives)) return;
-  write(member, kFirstKey, mine);
+  if (!first || first->fate == GroupFate::kSurvives) write(member, kFirstKey, mine);
 }
 
 // Talks to the store, which may not answer for ever: on a thread that nobody waits for longer than kPatience.

@@ -102,8 +102,8 @@ QuantizedCall ProcessGroupEcho::prepare(const at::Tensor& tensor, const CallOpti
   const Config& config = core_->config;
   const milliseconds timeout = options.timeout.count() > 0 ? options.timeout : milliseconds(timeout_ms_.load());
   choose_fabric(call, tensor.device(), timeout);
-  // Where there is no memory for them, the call fails here, which the peers are told of, after what says how much it
-  // is.
+  // A device's first stream takes memory. Where there is none the call fails here, and the peers are told; the fabric,
+  // whose error says how much is free, asks before.
   if (!tensor.is_cpu()) streams_of(tensor.device());
 
   const SiteTicket ticket = passes_.book(origin, options.direction);

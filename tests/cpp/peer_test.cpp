@@ -273,7 +273,7 @@ ECHO_TEST(nothing_in_a_slab_overlaps) {
     CHECK(extents.front().begin >= 0);
     CHECK_EQ(extents.back().end, slab_bytes(shape));
   };
-  for (const int32_t ranks : {2, 3, 4, 8}) {
+  for (const int32_t ranks : {2, 3, 4, 8, 16}) {
     for (const int32_t push_slots : {kDevicePushSlots, kRingSlots}) {
       const SlabShape shape{.world_size = ranks, .lanes = 3, .slot_bytes = 208, .push_slots = push_slots};
       for (int32_t owner = 0; owner < ranks; ++owner) check(shape, owner);
