@@ -28,7 +28,7 @@ def train(device: torch.device, size: int, mode: str) -> tuple[list[dict[str, An
     model = transformer.make(init_device_mesh("cuda", (size,)), device=device, layers=LAYERS)
     for i in range(LAYERS):
         model.blocks[i] = torch.compile(model.blocks[i], mode=mode)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)  # DTensors and tensors, one at a time
     batches = transformer.batches(transformer.text(), 4, 32)
     steps, counts = [], []
     for _ in range(STEPS):

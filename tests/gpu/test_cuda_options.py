@@ -14,6 +14,10 @@ pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 1, reason="needs a G
 
 
 def run_options(rank: int, size: int, folder: str, replaced: bool) -> dict[str, Any]:
+    if replaced:
+        from echo_pg import registration
+
+        registration.register()  # as torch does at its import, before which the environment of a test is not set
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
     options.config.min_ctas, options.config.max_ctas = 2, 8
     device = torch.device("cuda", 0)

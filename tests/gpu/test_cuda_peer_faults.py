@@ -217,7 +217,9 @@ def run_many_groups(rank: int, size: int, rounds: int) -> list[int]:
         torch.cuda.synchronize()
         dist.destroy_process_group(group)
         torch.cuda.empty_cache()
+        dist.barrier()  # ranks may share the GPU, and one's slab is gone before it comes here
         free.append(torch.cuda.mem_get_info()[0])
+        dist.barrier()
     return free
 
 
