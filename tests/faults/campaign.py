@@ -65,6 +65,19 @@ def wrong_words(it: Injection, rank: int, text: str) -> list[str]:
     return [f"rank {rank}: the error does not name {what}: {text}" for what in wrong]
 
 
+def missing_decisions(it: Injection, rank: int, text: str) -> list[str]:
+    """Where one rank forwards what the others quantize, every rank's error, the victim's too, says who did which."""
+    if it.action != "forward":
+        return []
+    wrong = []
+    others = "|".join(str(other) for other in range(it.size) if other != it.victim)
+    if not re.search(rf"rank {it.victim}(?: of {it.size}:| calls an) exact all_reduce\b", text):
+        wrong.append(f"that rank {it.victim} forwarded")
+    if not re.search(rf"rank (?:{others})(?: of {it.size}:| calls a) quantized all_reduce\b", text):
+        wrong.append("who quantized")
+    return [f"rank {rank}: the error does not name {what}: {text}" for what in wrong]
+
+
 def last_seen(folder: str, rank: int) -> tuple[str, float]:
     """What a rank that returned nothing was doing, and for how many seconds by now."""
     try:
@@ -91,6 +104,8 @@ def judge(it: Injection, outcomes: list[Any], unfinished: dict[int, tuple[str, f
         problems += [f"rank {rank}: {problem}" for problem in outcome.problems]
         if not outcome.text and not may_end_well(it, rank):
             problems.append(f"rank {rank}: no error after {outcome.right} right results")
+        if outcome.text:
+            problems += missing_decisions(it, rank, outcome.text)
         if rank == it.victim or not outcome.text:
             continue
         limit = PATIENCE if it.ends_process else it.timeout + PATIENCE

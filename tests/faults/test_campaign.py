@@ -49,3 +49,15 @@ def test_a_rank_that_returned_nothing_is_told_with_what_it_was_doing(tmp_path: P
     hung, late = sorted(campaign.judge(it, outcomes, unfinished), key=lambda problem: "instead of" in problem)
     assert re.fullmatch(rf"rank {survivors[0]}: did not finish in time; call 1 since \d+\.\d s", hung), hung
     assert late == f"rank {survivors[1]}: 60.0 s instead of 5.0: {text}"
+
+
+def test_a_decision_that_an_error_keeps_to_itself_is_found() -> None:
+    """Where ranks decide differently each error names both decisions: what is left out is told."""
+    it = next(it for it in (injections.choose(n, 1) for n in range(500)) if it.action == "forward" and it.size == 2)
+    other = 1 - it.victim
+    quantized = f"rank {other} of 2: quantized all_reduce number 0 failed: rank {it.victim} did not come"
+    exact = f"rank {it.victim} of 2: exact all_reduce number 0 failed: timed out"
+    for own, theirs, missing in ((quantized, exact, "forwarded"), (exact, quantized, "who quantized")):
+        assert not campaign.missing_decisions(it, other, f"{own}; rank 1 reports: {theirs}")
+        (found,) = campaign.missing_decisions(it, other, f"{own}; rank 1 reports nothing")
+        assert missing in found, found
