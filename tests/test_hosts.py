@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
+import threading
 import time
 from collections.abc import Iterator
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import data
@@ -24,6 +27,7 @@ from test_allreduce import digest
 from torch import Tensor
 
 TIMEOUT = 5.0  # seconds, where a host drops out
+PULL_AFTER = 0.4  # seconds, after which its cable is pulled where calls are under way
 PORT = 29400
 RANKS_PER_HOST = 2
 
@@ -159,6 +163,68 @@ def test_a_host_that_drops_out_is_an_error_on_both_sides_in_time(hosts: Hosts) -
         assert harmless, "never a wrong number"
         assert seconds < TIMEOUT + 5, (rank, seconds)
         assert fabric == "peer"
+
+
+def run_drop_during(
+    rank: int, size: int, pids: list[int], repeats: int, folder: str
+) -> tuple[str, float, bool, float, int]:
+    """The second host's cable is pulled while calls are under way. A call's error, its seconds, whether its tensor is
+    harmless, the seconds that ending the group takes, and how many calls came before it."""
+    group = start(rank, size, pids, timeout=TIMEOUT)
+    tensors = [inputs(size, site)[rank].repeat(repeats) for site in range(2)]
+    dist.all_reduce(inputs(size, 0)[rank], group=group)  # connects the group
+    meet(folder, "ready", rank, size)
+    if rank == 2:
+        threading.Timer(PULL_AFTER, os.system, [f"ip link set {INTERFACE} down"]).start()
+    text, calls, seconds, harmless = "", 1, 0.0, True
+    while not text and calls < 2000:
+        tensor = tensors[calls % 2].clone()
+        before = tensor.clone()
+        began = time.monotonic()
+        try:
+            dist.all_reduce(tensor, group=group)
+            calls += 1
+        except dist.DistBackendError as error:
+            text = str(error)
+            harmless = bool(torch.equal(tensor, before) or tensor.isnan().all())
+        seconds = time.monotonic() - began
+    ending = time.monotonic()
+    dist.destroy_process_group(group)
+    ending = time.monotonic() - ending
+    meet(folder, "told", rank, size)  # so that no error is about a process that has ended
+    return text, seconds, harmless, ending, calls
+
+
+def meet(folder: str, name: str, rank: int, size: int) -> None:
+    """Through files, which no cable carries. Gives up after a minute, when the test has failed anyhow."""
+    Path(folder, f"{name}.{rank}").touch()
+    deadline = time.monotonic() + 60
+    while not all(Path(folder, f"{name}.{each}").exists() for each in range(size)) and time.monotonic() < deadline:
+        time.sleep(0.01)
+
+
+# In one call of 77 MB per rank, which takes longer than until the cable is pulled, and somewhere in a series of small
+# ones, as likely as not between the messages of one.
+@pytest.mark.parametrize(("repeats", "megabits"), [(256, 200), (1, 0)])
+def test_a_host_that_drops_out_during_calls_is_an_error_on_both_sides_in_time(
+    hosts: Hosts, repeats: int, megabits: int, tmp_path: Path
+) -> None:
+    with contextlib.ExitStack() as stack:
+        for host in range(hosts.count):
+            stack.callback(hosts.configure, host, f"link set {INTERFACE} up")
+            if megabits:
+                stack.callback(hosts.configure, host, f"tc qdisc del dev {INTERFACE} root")
+        if megabits:
+            hosts.limit_rate(megabits)
+        results = run_on(hosts, run_drop_during, repeats, str(tmp_path), timeout=90)
+    for rank, (text, seconds, harmless, ending, calls) in enumerate(results):
+        assert f"rank {rank} of 4: quantized all_reduce number {calls}" in text, text
+        others = "23" if rank < RANKS_PER_HOST else "01"
+        assert "waiting for" in text and re.search(rf"rank [{others}] reports nothing", text), text
+        assert harmless, "never a wrong number"
+        assert seconds < TIMEOUT + 5, (rank, seconds)
+        assert ending < 5, f"ending the group took {ending:.1f} s"
+        assert calls == 1 if megabits else calls > 1, calls
 
 
 def run_late(rank: int, size: int, pids: list[int]) -> tuple[list[str], float]:
