@@ -13,7 +13,9 @@ enum class Step : uint8_t {
   kPushed,      // a tile's codes are handed to all peers; with residual "local" its state is up to date
   kReduced,     // a tile of its own segment is reduced, no peer has it yet
   kGatherSeen,  // a peer's reduced tile has come; over peer memory its own is decoded already
-  kUpdated,     // a tile of all owners is decoded; with residual "group" its state is up to date
+  kUpdated,     // a tile of all owners is decoded; with residual "group" its state is up to date. Over peer
+                // memory of devices: what updates the state after the call is enqueued
+  kLaunched,    // over peer memory of devices: the kernel of a call is enqueued, and may wait for peers
   kEnded,       // its part of a call is complete
   kClosing,     // it is about to let go of the exchange
 };

@@ -67,6 +67,38 @@ PeerGroup::~PeerGroup() {
   if (fault().kind == FaultKind::kNone) cudaFree(state_);
 }
 
+void PeerGroup::count_from(Counters counters) {
+  std::byte* const slab = slabs_[rank_];
+  const auto copy = [](void* to, const void* from, size_t bytes) {
+    check(cudaMemcpy(to, from, bytes, cudaMemcpyHostToDevice), "counters of a group");
+  };
+  // Those of the last tile before: each slot waits for a later one.
+  const int64_t flags = flag_offset(shape_, 0, Stage::kPush, 0, 0);
+  const auto words = static_cast<size_t>((slots_offset(shape_, 0, 0) - flags) / sizeof(uint64_t));
+  const std::vector<uint64_t> tickets(words, ticket_of(static_cast<uint32_t>(counters.tiles - 1), 0));
+  copy(slab + flags, tickets.data(), words * sizeof(uint64_t));
+  for (int32_t source = 0; source < shape_.world_size; ++source) {
+    for (uint64_t before = counters.calls - kCallParities; before != counters.calls; ++before) {
+      const uint64_t ticket = ticket_of(static_cast<uint32_t>(before), 0);
+      const auto parity = static_cast<int32_t>(before % kCallParities);
+      copy(slab + record_ticket_offset(source, parity), &ticket, sizeof(ticket));
+    }
+  }
+  auto* const group = reinterpret_cast<GroupState*>(state_);
+  const std::vector<uint64_t> sequences(static_cast<size_t>(shape_.lanes), counters.tiles);
+  copy(group + 1, sequences.data(), sequences.size() * sizeof(uint64_t));
+  copy(&group->call_number, &counters.calls, sizeof(counters.calls));
+}
+
+Counters PeerGroup::counters() const {
+  const auto* const group = reinterpret_cast<const GroupState*>(state_);
+  Counters counters;
+  check(cudaMemcpy(&counters.tiles, group + 1, sizeof(uint64_t), cudaMemcpyDeviceToHost), "counters of a group");
+  check(cudaMemcpy(&counters.calls, &group->call_number, sizeof(uint64_t), cudaMemcpyDeviceToHost),
+        "counters of a group");
+  return counters;
+}
+
 void PeerGroup::all_reduce(const PeerCall& call) {
   const Plan& plan = call.site.plan;
   const Kind kind = kind_of(plan, call.rescale);

@@ -31,6 +31,12 @@ struct PeerCall {
   std::byte* kept = nullptr;
 };
 
+// How far a rank has counted. Tickets hold the low halves.
+struct Counters {
+  uint64_t tiles = 0;  // of the first lane; all lanes of a call that fills them have equally many
+  uint64_t calls = 0;
+};
+
 // Pinned words between the host and the kernels; defined in peer_wait.cuh.
 struct PeerHostWords;
 
@@ -51,6 +57,12 @@ class PeerGroup {
   PeerGroup& operator=(const PeerGroup&) = delete;
 
   const SlabShape& shape() const { return shape_; }
+
+  // From where all lanes count their tiles, and the group its calls: for tests, which start near the end of what a
+  // ticket can hold. Leaves in this rank's slab the tickets that its peers would have left by then. On all ranks alike,
+  // and while no call of any rank is under way; later calls and replays, of graphs recorded before too, count on.
+  void count_from(Counters counters);
+  Counters counters() const;
 
   // Enqueues this rank's part of a call. After a fault the kernel fills what it still owes of the tensor with NaN and
   // leaves; every later one does so at once. Throws std::runtime_error where CUDA refuses the launch.

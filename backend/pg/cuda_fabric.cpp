@@ -45,6 +45,7 @@ CudaFabric::CudaFabric(const Setup& setup)
       rank_(setup.rank),
       slabs_(setup.size),
       processes_(setup.reports->processes()),
+      observer_(setup.observer),
       update_(setup.device) {}
 
 CudaFabric::~CudaFabric() {
@@ -126,6 +127,7 @@ std::string CudaFabric::open_together(StoreRounds& rounds) {
 
 std::string CudaFabric::offer() {
   slabs_[rank_] = cuda::PeerSlab::create(slab_bytes());
+  if (observer_) observer_({.step = Step::kCreated});
   board_ = NoticeBoard(rank_, shape_.world_size, processes_->number());
   return cuda_vote::write_offer(slabs_[rank_].handle(), board_.handle());
 }
@@ -143,6 +145,7 @@ std::string CudaFabric::map_peers(const std::vector<std::string>& offers) {
     if (peer == rank_) continue;
     slabs_[peer] = cuda::PeerSlab::open(slabs[peer]);
   }
+  if (observer_) observer_({.step = Step::kMapped});
   return {};
 }
 
@@ -182,7 +185,8 @@ void CudaFabric::close_together(StoreRounds& rounds, bool slabs_in_use) {
   if (in_use.empty()) slabs_[rank_].release();
 }
 
-int64_t CudaFabric::all_reduce(cuda::PeerCall call, const at::Tensor& state, const c10::Stream& stream, bool captured) {
+int64_t CudaFabric::all_reduce(cuda::PeerCall call, const at::Tensor& state, const c10::Stream& stream, bool captured,
+                               const std::function<void(Step)>& observe) {
   const c10::cuda::CUDAGuard guard(device_);
   const std::shared_lock lock(group_mutex_);
   TORCH_CHECK_WITH(DistBackendError, group_, "the group has been destroyed");
@@ -197,12 +201,16 @@ int64_t CudaFabric::all_reduce(cuda::PeerCall call, const at::Tensor& state, con
     call.kept = update_.keep(echo::kept_bytes(plan), stream);
     kept_bytes_ = update_.bytes();
   }
+  if (observe) observe(Step::kBegun);
   group_->all_reduce(call);
+  if (observe) observe(Step::kLaunched);
   exact_calls_ = exact_calls;
   if (call.kept != nullptr) {
     update_.run(stream, state,
                 [&](const c10::Stream& own) { group_->update(call, c10::cuda::CUDAStream(own).stream()); });
+    if (observe) observe(Step::kUpdated);
   }
+  if (observe) observe(Step::kEnded);
   return group_->wire_bytes(call);
 }
 
@@ -210,6 +218,16 @@ void CudaFabric::join_update(const c10::Stream& stream, bool captured) {
   if (!captured) return update_.join(stream, false);
   const cuda::CaptureTolerance tolerance;
   update_.join(stream, true);
+}
+
+void CudaFabric::count_from(cuda::Counters counters) {
+  const c10::cuda::CUDAGuard guard(device_);
+  group_->count_from(counters);
+}
+
+cuda::Counters CudaFabric::counters() const {
+  const c10::cuda::CUDAGuard guard(device_);
+  return group_->counters();
 }
 
 std::string CudaFabric::fault_text() const {

@@ -8,6 +8,7 @@
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <shared_mutex>
@@ -18,6 +19,7 @@
 #include <c10/core/Device.h>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
+#include "../core/moment.h"
 #include "../cpu/shared_memory.h"
 #include "../cuda/peer_allreduce.h"
 #include "../cuda/peer_memory.h"
@@ -41,6 +43,7 @@ class CudaFabric {
     bool allow_shared_gpu = false;
     std::chrono::milliseconds timeout{0};
     const FaultReports* reports = nullptr;
+    Observer observer;  // for tests
   };
 
   // Either a fabric, or the reason, equal on all ranks, why there is none.
@@ -56,8 +59,10 @@ class CudaFabric {
   ~CudaFabric();
 
   // Enqueues a call on `stream`, whose exact_calls counts from the beginning of the group; returns the bytes that it
-  // puts into peers' memory. `state` owns call.site.state. `captured`: a graph records it. Pre: join_update.
-  int64_t all_reduce(cuda::PeerCall call, const at::Tensor& state, const c10::Stream& stream, bool captured);
+  // puts into peers' memory. `state` owns call.site.state. `captured`: a graph records it. `observe`: for tests, may be
+  // empty. Pre: join_update.
+  int64_t all_reduce(cuda::PeerCall call, const at::Tensor& state, const c10::Stream& stream, bool captured,
+                     const std::function<void(Step)>& observe);
 
   // `stream` waits until the update that the latest call has left to a stream of its own has run: before the next call,
   // and before anything else that reads the state.
@@ -72,6 +77,10 @@ class CudaFabric {
   // Gives the memory back once nobody uses it any more: own calls are done, `calls_done`, and every peer has closed its
   // mappings or is gone. Waits a few seconds for that; where it does not come about, the memory stays.
   void close(bool calls_done);
+
+  // For tests: see cuda::PeerGroup.
+  void count_from(cuda::Counters counters);
+  cuda::Counters counters() const;
 
   int64_t slab_bytes() const { return echo::slab_bytes(shape_); }
 
@@ -97,6 +106,7 @@ class CudaFabric {
   SlabShape shape_;
   std::vector<cuda::PeerSlab> slabs_;  // by rank
   std::shared_ptr<const Processes> processes_;
+  const Observer observer_;  // of the vote
   NoticeBoard board_;
 
   // close() alone takes it exclusively. Others share it: a launch may wait for room in the device's queue, and an abort

@@ -68,7 +68,8 @@ const CudaFabrics::Outcome& CudaFabrics::vote(c10::Device device, const Config& 
                           .workspace_bytes = config.workspace_bytes,
                           .allow_shared_gpu = config.allow_shared_gpu,
                           .timeout = member.timeout,
-                          .reports = member.reports};
+                          .reports = member.reports,
+                          .observer = member.observer};
   CudaFabric::Vote vote = CudaFabric::make(setup);
   const std::lock_guard lock(mutex_);
   const Outcome& outcome =
@@ -89,7 +90,20 @@ wire::Receipt CudaFabrics::all_reduce(CudaFabric& fabric, const wire::Call& call
   constexpr std::chrono::milliseconds kLongest{100'000'000'000};
   peer_call.timeout = std::min(call.timeout, kLongest);
   peer_call.stream = c10::cuda::CUDAStream(stream).stream();
-  return wire::receipt_for(call.plan, fabric.all_reduce(peer_call, call.state, stream, captured));
+  std::function<void(Step)> observe;
+  if (call.observer) {
+    observe = [&](Step step) { call.observer({.step = step, .call_number = call.call_number}); };
+  }
+  return wire::receipt_for(call.plan, fabric.all_reduce(peer_call, call.state, stream, captured, observe));
+}
+
+std::pair<uint64_t, uint64_t> CudaFabrics::counters(const CudaFabric& fabric) {
+  const cuda::Counters counters = fabric.counters();
+  return {counters.tiles, counters.calls};
+}
+
+void CudaFabrics::count_from(CudaFabric& fabric, uint64_t tiles, uint64_t calls) {
+  fabric.count_from({.tiles = tiles, .calls = calls});
 }
 
 void CudaFabrics::join_update(CudaFabric& fabric, const c10::Stream& stream, bool captured) {
@@ -150,6 +164,8 @@ namespace {
 StreamOrder& CudaFabrics::order_of(c10::Device) { no_cuda(); }
 const CudaFabrics::Outcome& CudaFabrics::vote(c10::Device, const Config&, const Member&) { no_cuda(); }
 wire::Receipt CudaFabrics::all_reduce(CudaFabric&, const wire::Call&, const c10::Stream&, bool) { no_cuda(); }
+std::pair<uint64_t, uint64_t> CudaFabrics::counters(const CudaFabric&) { no_cuda(); }
+void CudaFabrics::count_from(CudaFabric&, uint64_t, uint64_t) { no_cuda(); }
 std::string CudaFabrics::fault_text() const { return {}; }
 void CudaFabrics::abort(const std::string&) {}
 void CudaFabrics::close(bool) {}

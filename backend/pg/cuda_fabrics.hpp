@@ -10,6 +10,7 @@
 #include <memory>
 #include <mutex>
 #include <string>
+#include <utility>
 
 #include <c10/core/Device.h>
 #include <c10/core/Stream.h>
@@ -32,6 +33,7 @@ class CudaFabrics {
     int32_t size = 1;
     std::chrono::milliseconds timeout{0};
     const FaultReports* reports = nullptr;
+    Observer observer;  // for tests
   };
 
   // A vote's outcome: a fabric, or why there is none.
@@ -55,6 +57,11 @@ class CudaFabrics {
   // Kernels that wait for peers may fill a device, and two of them of different groups could then wait for each other
   // across ranks: one such call at a time per device and process, whatever the group.
   static StreamOrder& order_of(c10::Device device);
+
+  // For tests: how far a fabric has counted, as tiles of its first lane and as calls; and from where it is to count,
+  // on all ranks alike and while no call of any rank is under way.
+  static std::pair<uint64_t, uint64_t> counters(const CudaFabric& fabric);
+  static void count_from(CudaFabric& fabric, uint64_t tiles, uint64_t calls);
 
   // The rest is for any thread and never blocks, close() apart.
 

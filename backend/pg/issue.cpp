@@ -186,12 +186,15 @@ void ProcessGroupEcho::take_vote(c10::Device device, milliseconds timeout) {
     core_->peer_fabric = core_->peer->fabric.get();
     reason = core_->peer->reason;
   } else {
-    reason =
-        core_->cuda_fabrics
-            .vote(
-                device, config,
-                {.store = store_, .rank = getRank(), .size = getSize(), .timeout = timeout, .reports = &core_->reports})
-            .reason;
+    reason = core_->cuda_fabrics
+                 .vote(device, config,
+                       {.store = store_,
+                        .rank = getRank(),
+                        .size = getSize(),
+                        .timeout = timeout,
+                        .reports = &core_->reports,
+                        .observer = core_->observer})
+                 .reason;
   }
   TORCH_CHECK_WITH(DistBackendError, reason.empty() || config.fabric != "peer", "fabric='peer' was asked for, but ",
                    reason);

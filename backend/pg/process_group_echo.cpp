@@ -48,6 +48,12 @@ void ProcessGroupEcho::observe(Observer observer) {
   core_->observer = std::move(observer);
 }
 
+CudaFabric& ProcessGroupEcho::cuda_fabric(c10::Device device) const {
+  const auto* const outcome = core_->cuda_fabrics.outcome(device);
+  TORCH_CHECK_VALUE(outcome != nullptr && outcome->fabric, "no calls over peer memory were made on ", device);
+  return *outcome->fabric;
+}
+
 ProcessGroupEcho::~ProcessGroupEcho() {
   if (!is_at_home()) {
     // What it has would join threads that this process does not have: left to the end of the process.

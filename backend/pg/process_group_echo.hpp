@@ -124,6 +124,8 @@ class ProcessGroupEcho : public c10d::Backend {
   BackendPtr inner(c10::DeviceType type);
   // For tests, before the first quantized call.
   void observe(Observer observer);
+  // For tests: the fabric over peer memory of a CUDA device; an error before the first quantized call on it.
+  CudaFabric& cuda_fabric(c10::Device device) const;
 
   // --- life cycle: lifecycle.cpp ---
   void shutdown() override;

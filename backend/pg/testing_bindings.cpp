@@ -18,6 +18,7 @@
 #include "../cpu/memory_handle.h"
 #include "../cpu/stages.h"
 #include "bindings.hpp"
+#include "gil.hpp"
 #include "process_group_echo.hpp"
 #include "settings.hpp"
 
@@ -107,10 +108,11 @@ int64_t state_slot_bytes(const at::Tensor& like, const Config& config) {
 }
 
 Step parse_step(const std::string& name) {
-  static const std::map<std::string, Step> steps = {
-      {"created", Step::kCreated}, {"mapped", Step::kMapped},   {"begun", Step::kBegun},
-      {"pushed", Step::kPushed},   {"reduced", Step::kReduced}, {"gather seen", Step::kGatherSeen},
-      {"updated", Step::kUpdated}, {"ended", Step::kEnded},     {"closing", Step::kClosing}};
+  static const std::map<std::string, Step> steps = {{"created", Step::kCreated}, {"mapped", Step::kMapped},
+                                                    {"begun", Step::kBegun},     {"pushed", Step::kPushed},
+                                                    {"reduced", Step::kReduced}, {"gather seen", Step::kGatherSeen},
+                                                    {"updated", Step::kUpdated}, {"launched", Step::kLaunched},
+                                                    {"ended", Step::kEnded},     {"closing", Step::kClosing}};
   const auto found = steps.find(name);
   TORCH_CHECK_VALUE(found != steps.end(), "no step is called '", name, "'");
   return found->second;
@@ -165,6 +167,20 @@ void bind_testing(py::module_& m) {
   testing.def("bound_device", [](const c10d::Backend& backend) { return backend.getBoundDeviceId(); });
   testing.def("fail_at", &fail_at, py::arg("group"), py::arg("step"), py::arg("call") = 0, py::arg("tile") = 0,
               py::arg("action") = "kill");
+  testing.def(
+      "counters",
+      [](const ProcessGroupEcho& group, const at::Device& device) {
+        const GilRelease no_gil;
+        return CudaFabrics::counters(group.cuda_fabric(device));
+      },
+      py::arg("group"), py::arg("device"));
+  testing.def(
+      "count_from",
+      [](const ProcessGroupEcho& group, const at::Device& device, uint64_t tiles, uint64_t calls) {
+        const GilRelease no_gil;
+        CudaFabrics::count_from(group.cuda_fabric(device), tiles, calls);
+      },
+      py::arg("group"), py::arg("device"), py::arg("tiles"), py::arg("calls"));
   testing.def("rescale_exponent", [](float max_abs) { return rescale_exponent(bits_of(max_abs)); });
 }
 

@@ -27,6 +27,9 @@ int g_plans = 300;
 unsigned g_seed = 1;
 int g_share = 1;
 
+// Tiles and calls are counted in 64 bits, of which tickets hold 32.
+constexpr uint64_t kTicketEnd = uint64_t{1} << 32;
+
 // The updates that calls have left, after the tensors got other contents.
 void update_after(const StageCase& c, World& world, Memories& memories, const std::vector<cuda::PeerCall>& calls) {
   for (const auto& memory : memories) {
@@ -172,6 +175,8 @@ ECHO_TEST(captured_calls_replay) {
     check_cuda(cudaGraphInstantiate(&graphs[rank], graph, 0));
     check_cuda(cudaGraphDestroy(graph));
   }
+  // What was recorded before counts on from here: both ends of a ticket come within the first replays.
+  world.count_from({.tiles = kTicketEnd - 17, .calls = kTicketEnd - 7});
   for (int replay = 0; replay < 200; ++replay) {
     for (int rank = 0; rank < 2; ++rank) fill_tensor(c.plan, random, image.data() + layout.tensor_of(rank));
     send(c, layout, image, memories);
@@ -189,7 +194,33 @@ ECHO_TEST(captured_calls_replay) {
     CHECK_EQ(difference, "");
     if (!difference.empty()) break;
   }
+  CHECK(world.group(0).counters().tiles > kTicketEnd && world.group(1).counters().calls == kTicketEnd + 193);
   for (const cudaGraphExec_t graph : graphs) check_cuda(cudaGraphExecDestroy(graph));
+}
+
+// ---- counters that wrap -------------------------------------------------------------------------------------------
+
+// Lanes of many tiles and calls with an exchange of max|x|, which waits for the calls' own tickets, across the end of
+// what tickets can hold of both: at different calls, and at once.
+ECHO_TEST(counters_may_wrap) {
+  Random random(g_seed);
+  for (const int64_t tiles_before : {25, 3, 1}) {
+    for (const bool rescale : {false, true}) {
+      StageCase c;
+      c.plan.world_size = 2;
+      c.plan.numel = 128 * 12 * 2 * 90 + 5;
+      c.rescale = rescale;
+      c.tile_groups = segment_groups(c.plan);
+      c.first_site = {true, true, true, true, true, true};
+      World world(2, 2, 1600);
+      world.count_from({.tiles = kTicketEnd - static_cast<uint64_t>(tiles_before), .calls = kTicketEnd - 3});
+      CHECK(check_case(c, world, random));
+      for (int rank = 0; rank < 2; ++rank) {
+        CHECK(world.group(rank).counters().tiles > kTicketEnd + 2 * kRingSlots);
+        CHECK_EQ(world.group(rank).counters().calls, kTicketEnd + 3);
+      }
+    }
+  }
 }
 
 // ---- faults -------------------------------------------------------------------------------------------------------

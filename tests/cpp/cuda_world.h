@@ -62,6 +62,14 @@ class World {
     }
   }
 
+  // As after so many tiles of every lane and so many calls of all ranks, none of which is under way.
+  void count_from(cuda::Counters counters) {
+    for (int rank = 0; rank < ranks_; ++rank) {
+      check_cuda(cudaSetDevice(rank % device_count()));
+      groups_[rank]->count_from(counters);
+    }
+  }
+
   cuda::PeerGroup& group(int rank) { return *groups_[rank]; }
   cudaStream_t stream(int rank) { return streams_[rank]; }
   uint64_t* flag(int rank, int lane, Stage stage, int source, int slot) {
