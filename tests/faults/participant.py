@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from held import held
-from injections import CALLS, LONG_TIMEOUT, PATIENCE, STEPS, TIMED_CALLS, Injection
+from injections import CALLS, DEVICE_STEPS, HOLD, LONG_TIMEOUT, PATIENCE, STEPS, TIMED_CALLS, Injection
 
 # In an error of which Gloo knows nothing.
 GLOO_WAITS_ON = re.compile(r"(waiting for the [^:;]*|failed): the process of rank \d+ has exited")
@@ -51,12 +51,12 @@ def contribution(rank: int, numel: int, call: int, it: Injection) -> torch.Tenso
     return torch.randn(numel, generator=generator).to(getattr(torch, it.dtype)).to(it.device)
 
 
-def echo_group(it: Injection, fabric: str, timeout: float, ranks: list[int] | None = None, bits: int = 8) -> Any:
+def echo_group(it: Injection, fabric: str, timeout: float, ranks: list[int] | None = None, bits: int = 0) -> Any:
     import echo_pg
 
     options = echo_pg.Options(
-        policy="all", min_bytes=0, fabric=fabric, group_size=1024, bits=bits, workspace_bytes=4 << 20, timeout=timeout,
-        residual=it.residual, diagnostics=it.diagnostics, allow_shared_gpu=it.device == "cuda",
+        policy="all", min_bytes=0, fabric=fabric, group_size=1024, bits=bits or it.bits, workspace_bytes=4 << 20,
+        timeout=timeout, residual=it.residual, diagnostics=it.diagnostics, allow_shared_gpu=it.device == "cuda",
     )  # fmt: skip
     return dist.new_group(
         ranks,
@@ -68,6 +68,8 @@ def echo_group(it: Injection, fabric: str, timeout: float, ranks: list[int] | No
 
 
 def call_numel(it: Injection, call: int) -> int:
+    if it.is_updated_later:
+        return it.numel
     return it.numel - 1024 * call  # no two calls alike, so that a rank in another one shows
 
 
@@ -129,6 +131,8 @@ def victims_call(it: Injection, call: int, tensor: torch.Tensor) -> torch.Tensor
         strike(it.action)
     if it.timed and it.stage != "creating":
         threading.Timer(it.after, strike, [it.action]).start()
+    if it.stage == "waiting":
+        threading.Timer(HOLD / 2, strike, [it.action]).start()
     if it.action == "late":
         time.sleep(it.timeout + 1.5)
     if it.action == "size":
@@ -176,6 +180,8 @@ def make_calls(rank: int, it: Injection, groups: list[Any], expected: list[torch
         if victim:
             tensor = victims_call(it, number, tensor)
             exact = exact or (it.action == "forward" and call == it.call)
+        elif it.stage == "waiting" and call == it.call:
+            time.sleep(HOLD)
         before = tensor.clone()
         outcome.begin(f"call {number}")
         start = time.monotonic()
@@ -223,8 +229,8 @@ def check_new_group(rank: int, it: Injection, outcome: Outcome, folder: str) -> 
     tensor = contribution(rank, 3000, 9, it)
     all_reduce(tensor, group, False)
     exact = sum(contribution(other, 3000, 9, it).float() for other in alive)
-    # Two quantizations to 255 levels of groups that span less than 12 per rank.
-    if not (tensor.cpu().float() - exact.cpu()).abs().max() < (len(alive) + 1) * len(alive) * 12 / 255:
+    # Two quantizations to 2^bits levels of groups that span less than 12 per rank.
+    if not (tensor.cpu().float() - exact.cpu()).abs().max() < (len(alive) + 1) * len(alive) * 12 / (2**it.bits - 1):
         outcome.problems.append("a wrong result of the new group")
     dist.destroy_process_group(group)
 
@@ -251,14 +257,14 @@ def run_injection(rank: int, size: int, it: Injection, folder: str, port: int) -
     try:
         if it.action == "throw" and it.stage == "creating" and victim:
             dist.new_group(backend="echo", pg_options="no options")
-        bits = 4 if it.action == "bits" and victim else 8
+        bits = 4 if it.action == "bits" and victim else it.bits
         groups = [echo_group(it, it.fabric, it.timeout, None, bits) for _ in range(2 if it.action == "order" else 1)]
     except (dist.DistBackendError, TypeError) as error:
         outcome.text, outcome.seconds = str(error), time.monotonic() - start
     if twin is not None:
         dist.destroy_process_group(twin)
         twin = None
-    if groups and victim and it.stage in STEPS:
+    if groups and victim and it.stage in STEPS + DEVICE_STEPS:
         build.extension().testing.fail_at(
             groups[0]._get_backend(torch.device(it.device)), it.stage, call=it.call, tile=it.tile, action=it.action
         )

@@ -12,6 +12,8 @@ import pytest
 from participant import Outcome, diary_of
 from ranks import RankError
 
+from echo_pg import build
+
 JOBS = 6  # at a time; most of an injection is waiting for a time-out
 
 
@@ -61,3 +63,21 @@ def test_a_decision_that_an_error_keeps_to_itself_is_found() -> None:
         assert not campaign.missing_decisions(it, other, f"{own}; rank 1 reports: {theirs}")
         (found,) = campaign.missing_decisions(it, other, f"{own}; rank 1 reports nothing")
         assert missing in found, found
+
+
+def test_each_stage_of_a_call_on_a_device_is_struck() -> None:
+    """Over peer memory and the wire, by every action that can strike there; once, in what a campaign tries first."""
+    kinds = injections.combinations("cuda")
+    first = [injections.choose(number, 5, "cuda") for number in range(len(kinds))]
+    assert {(it.action, it.stage, it.fabric, it.diagnostics) for it in first} == set(kinds)
+    for fabric, stages in (
+        ("peer", {*injections.DEVICE_STEPS, "creating", "before", "within", "waiting"}),
+        ("wire", {*injections.STEPS, "creating", "before", "within", "waiting"} - set(injections.MAKING)),
+    ):
+        for action in injections.ACTIONS:
+            skipped = {"closing", "within", "waiting"} if action == "throw" else set()
+            struck = {it.stage for it in first if (it.action, it.fabric) == (action, fabric)}
+            assert struck == stages - skipped, (fabric, action)
+    late = [it for it in first if it.is_updated_later]
+    assert late and all((it.bits, it.residual, it.dtype) == (4, "group", "bfloat16") and it.call > 0 for it in late)
+    assert all(it.numel * 2 >= build.extension().testing.deferred_update_bytes for it in late)
