@@ -4,6 +4,9 @@ torchrun --nproc-per-node 4 examples/huggingface.py Qwen/Qwen3-8B "Why is the sk
 
 Echo leaves small tensors exact, because sending fewer bits of them saves no time: here a prompt of some hundred tokens
 is quantized, a short one and the single tokens written afterwards are not. ECHO_MIN_BYTES=0 quantizes them all.
+
+What is written is then read once more, exact and quantized, so that the difference can be told; a real program needs
+neither that nor anything else of echo_pg's.
 """
 
 import os
@@ -25,6 +28,25 @@ model = AutoModelForCausalLM.from_pretrained(
 tokenizer = AutoTokenizer.from_pretrained(name)
 inputs = tokenizer(prompt, return_tensors="pt").to(model.device)
 output = model.generate(**inputs, max_new_tokens=64, do_sample=False)
+
+# What follows only tells what happened.
+import echo_pg  # noqa: E402
+
+stats, ranks = echo_pg.stats(), dist.get_world_size()
+with torch.no_grad():
+    found = model(output).logits[0].float()
+    with echo_pg.exact():
+        expected = model(output).logits[0].float()
+        exact_output = model.generate(**inputs, max_new_tokens=64, do_sample=False)
 if dist.get_rank() == 0:
     print(tokenizer.decode(output[0], skip_special_tokens=True))
+    sent, uncompressed = stats["wire_bytes"], stats["bytes_quantized"] * 2 * (ranks - 1) / ranks  # a ring's, per rank
+    print(f"{stats['calls_quantized']} all-reduces quantized, {stats['calls_forwarded']} exact", end=": ")
+    print(f"{(uncompressed - sent) / 2**20:.3f} of {uncompressed / 2**20:.3f} MiB saved in the quantized ones")
+    error = (found - expected).norm() / expected.norm()
+    start = inputs["input_ids"].shape[1]
+    written, exact = output[0, start:].tolist(), exact_output[0, start:].tolist()
+    same = [a == b for a, b in zip(written, exact, strict=False)] + [False]
+    print(f"logits differ by {100 * error:.3f} % from those of the exact backend", end=", ")
+    print(f"and of {len(written)} tokens written the first {same.index(False)} are the same")
 dist.destroy_process_group()

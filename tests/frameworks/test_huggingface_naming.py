@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from hf_models import SHAPE
+from hf_models import SHAPE, splits_vocabulary
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = str(Path(__file__).parent / "huggingface_program.py")
@@ -34,13 +34,13 @@ def outcome(text: str) -> dict[str, Any]:
     return json.loads(line.removeprefix("OUTCOME "))
 
 
-def tiny_model(folder: Path) -> str:
+def tiny_model(folder: Path, **changes: int) -> str:
     """A model of random weights with a tokenizer of 128 words, as save_pretrained leaves them."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config
 
     torch.manual_seed(0)
-    config = Qwen3Config(num_hidden_layers=2, eos_token_id=None, **SHAPE | {"max_position_embeddings": 128})
+    config = Qwen3Config(num_hidden_layers=2, eos_token_id=None, **SHAPE | {"max_position_embeddings": 128} | changes)
     AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
     words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(128)}, unk_token="w0"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
@@ -77,11 +77,23 @@ def test_a_plan_under_the_launcher(tmp_path: Path) -> None:
 
 
 def test_the_example_that_writes(tmp_path: Path) -> None:
-    prompt = " ".join(f"w{i}" for i in range(1, 9))
-    text = torchrun("examples/huggingface.py", tiny_model(tmp_path), prompt, ECHO_MIN_BYTES="0")
+    """A prompt's sums of 128 KiB are quantized; those of the tokens written, of 512 bytes, are not."""
+    width, words = 256, 256
+    model = tiny_model(tmp_path, hidden_size=width, intermediate_size=512, max_position_embeddings=512)
+    prompt = " ".join(f"w{i % 128}" for i in range(words))
+    text = torchrun("examples/huggingface.py", model, prompt, ECHO_MIN_BYTES="64KiB")
     assert "quantizing over 2 ranks" in text
     (line,) = (line for line in text.splitlines() if line.startswith(prompt))
-    assert len(line.split()) == 8 + 64, "the prompt and what was written"
+    assert len(line.split()) == words + 64, "the prompt and what was written"
+    (saved,) = (line for line in text.splitlines() if line.endswith("saved in the quantized ones"))
+    quantized, exact, fewer, whole = numbers(saved)
+    # Two layers of two sums; the prompt is a pass, and so is each token but the last. The embedding's sums stay exact.
+    assert (quantized, exact) == (4, 63 * 4 + 64 * splits_vocabulary())
+    assert whole == 4 * words * width * 2 / 2**20, "a ring of two sends as many bytes as the tensor has"
+    assert abs(fewer / whole - (1 - 68 / 256)) < 0.01, "128 elements travel in 68 bytes, not 256"
+    (differs,) = (line for line in text.splitlines() if line.startswith("logits differ by"))
+    error, written, same = numbers(differs)
+    assert 0 < error < 20 and written == 64 and 1 <= same <= 64, "weights are random: 10 % when it was written"
 
 
 def numbers(line: str) -> list[float]:
