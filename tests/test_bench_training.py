@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from echo_pg.__main__ import main
-from echo_pg.bench import transformer
+from echo_pg.bench import hooks, transformer
 
 
 @pytest.fixture(autouse=True)
@@ -44,10 +44,22 @@ def test_arguments_that_make_no_sense(bad: list[str], capsys: pytest.CaptureFixt
     assert bad[1] in capsys.readouterr().err
 
 
-def test_hooks(capfd: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "hooks", "--turns", "1"]) == 0, capfd.readouterr()
-    said = capfd.readouterr().out
+def test_hooks(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "hooks.json"
+    assert main(["bench", "hooks", "--turns", "2", "--out", str(path)]) == 0, capfd.readouterr()
+    said, made = capfd.readouterr().out, json.loads(path.read_text())
     assert "22 module calls a step" in said and "hooks alone" in said
+    assert (made["module_calls"], made["turns"]) == (22, 2)
+    assert 0 < made["hooks_alone_percent"] < 5 and made["step_wall_ms"] > 1
+    for name in ("difference_wall", "difference_cpu", "by_chance_wall", "by_chance_cpu"):
+        low, high = made[f"{name}_interval_percent"]
+        assert low <= made[f"{name}_percent"] <= high
+
+
+def test_interval_of_a_median() -> None:
+    assert hooks.median_interval([3.0, 1.0, 2.0]) == (1, 3)
+    values = [float(i) for i in range(100)]
+    assert hooks.median_interval(values[::-1]) == (40, 59), "order statistics 41 and 60 of 100"
 
 
 def test_text_is_english_and_batches_repeat() -> None:
