@@ -55,7 +55,7 @@ class Watch:
         return tokens[:, :-1], tokens[:, 1:]
 
     def loss(self, model: Any = None, seed: int = 0) -> Tensor:
-        return transformer.loss_of(model or self.model, *self.batch(seed))
+        return transformer.loss_of(self.model if model is None else model, *self.batch(seed))
 
 
 def plain_and_accumulated(watch: Watch) -> dict[str, Any]:
