@@ -122,6 +122,81 @@ def test_ctrl_c_ends_a_forwarded_all_reduce_within_a_second() -> None:
     assert seconds < 1 and ending < 1, (seconds, ending)
 
 
+def row() -> torch.Tensor:
+    return torch.ones(1000)
+
+
+def rows() -> list[torch.Tensor]:
+    return [row(), row()]
+
+
+def receive_in_a_batch(group: Any) -> None:
+    for work in dist.batch_isend_irecv([dist.P2POp(dist.irecv, row(), 1, group)]):
+        work.wait()
+
+
+# What rank 0 of two cannot finish without rank 1.
+FORWARDED: dict[str, Callable[[Any], Any]] = {
+    "broadcast": lambda group: dist.broadcast(row(), 1, group=group),
+    "all_reduce_coalesced": lambda group: dist.all_reduce_coalesced(rows(), group=group),
+    "reduce": lambda group: dist.reduce(row(), 0, group=group),
+    "all_gather": lambda group: dist.all_gather(rows(), row(), group=group),
+    "all_gather_into_tensor": lambda group: dist.all_gather_into_tensor(torch.ones(2000), row(), group=group),
+    "all_gather_object": lambda group: dist.all_gather_object([None, None], "text", group=group),
+    "all_gather, later": lambda group: dist.all_gather(rows(), row(), group=group, async_op=True).wait(),
+    "gather": lambda group: dist.gather(row(), rows(), 0, group=group),
+    "scatter": lambda group: dist.scatter(row(), None, 1, group=group),
+    "reduce_scatter": lambda group: dist.reduce_scatter(row(), rows(), group=group),
+    "reduce_scatter_tensor": lambda group: dist.reduce_scatter_tensor(row(), torch.ones(2000), group=group),
+    "all_to_all": lambda group: dist.all_to_all(rows(), rows(), group=group),
+    "all_to_all_single": lambda group: dist.all_to_all_single(torch.ones(2000), torch.ones(2000), group=group),
+    "send": lambda group: dist.send(torch.ones(10_000_000), 1, group=group),
+    "recv": lambda group: dist.recv(row(), 1, group=group),
+    "recv from any": lambda group: dist.recv(row(), None, group=group),
+    "irecv in a batch": receive_in_a_batch,
+    "barrier": lambda group: dist.barrier(group),
+    "monitored_barrier": lambda group: dist.monitored_barrier(group, timedelta(seconds=TIMEOUT)),
+    "functional": lambda group: funcol.wait_tensor(funcol.all_gather_tensor(row(), 0, group)),
+}
+
+
+def run_ctrl_c_in_turn(rank: int, size: int, names: list[str], fresh: bool) -> list[tuple[str, float, float]]:
+    """Rank 0 is interrupted in one operation after the other, each in a group of its own or all in one."""
+    shared = None if fresh else patient_group("peer")
+    exact = torch.ones(1000, dtype=torch.float64)
+    seconds = []
+    for name in names:
+        group = patient_group("peer") if fresh else shared
+        if fresh:
+            dist.all_reduce(exact, group=group)
+        if rank == 0:
+            waited = seconds_to_ctrl_c(lambda group=group, name=name: FORWARDED[name](group))
+            start = time.monotonic()
+            if fresh:
+                dist.destroy_process_group(group)
+            seconds.append((name, waited, time.monotonic() - start))
+        dist.barrier()  # of the default group, which is Gloo's own
+        if rank == 1 and fresh:
+            dist.destroy_process_group(group)
+    if rank == 0 and not fresh:
+        start = time.monotonic()
+        dist.destroy_process_group(shared)
+        seconds.append(("the end", 0.0, time.monotonic() - start))
+    return seconds
+
+
+@pytest.mark.parametrize("name", FORWARDED)
+def test_ctrl_c_ends_a_forwarded_call_within_a_second(name: str) -> None:
+    for _, waited, ending in run_ranks(run_ctrl_c_in_turn, 2, [name], True)[0]:
+        assert waited < 1 and ending < 1, (waited, ending)
+
+
+@pytest.mark.parametrize("fresh", [True, False])
+def test_ctrl_c_ends_one_forwarded_call_after_the_other(fresh: bool) -> None:
+    seconds = run_ranks(run_ctrl_c_in_turn, 2, list(FORWARDED), fresh)[0]
+    assert all(waited < 1 and ending < 1 for _, waited, ending in seconds), seconds
+
+
 def run_ctrl_c_at_creation(rank: int, size: int) -> float:
     if rank == 1:
         time.sleep(2)

@@ -138,6 +138,7 @@ void ProcessGroupEcho::setGroupUid(const std::string& pg_uid) {
 
 void ProcessGroupEcho::setTimeout(std::chrono::milliseconds timeout) {
   if (core_->config.timeout_s <= 0) timeout_ms_ = timeout.count();
+  core_->inner_timeout_ms = timeout.count();
   inner_.set_timeout(timeout);
   core_->wire.set_timeout(timeout);
 }

@@ -1,7 +1,9 @@
 // Every other operation goes to the inner backend of its tensors' device, under the same name and with the caller's own
-// options; what the inner backend returns is returned, and what it throws is thrown.
+// options; what the inner backend returns is returned, for CPU tensors in a Work whose wait Ctrl-C ends, and what it
+// throws is thrown.
 #include "devices_in_use.hpp"
 #include "gil.hpp"
+#include "interruptible_work.hpp"
 #include "process_group_echo.hpp"
 
 namespace echo::pg {
@@ -26,7 +28,22 @@ WorkPtr ProcessGroupEcho::forward(c10::DeviceType type, Operation&& operation) {
   const GilRelease no_gil;
   c10d::Backend& inner = open_inner(type);
   core_->stats.add_other();
-  return collect(inner, operation(inner));
+  return hand_out(inner, type, operation(inner));
+}
+
+WorkPtr ProcessGroupEcho::hand_out(const c10d::Backend& inner, c10::DeviceType type, WorkPtr work) {
+  if (type == c10::DeviceType::CPU) work = make_interruptible(std::move(work), core_);
+  return collect(inner, std::move(work));
+}
+
+WorkPtr ProcessGroupEcho::forward_reduce_scatter(const Tensors& outputs, const Tensors& inputs,
+                                                 const c10d::ReduceScatterOptions& options,
+                                                 const std::function<WorkPtr(c10d::Backend&)>& operation) {
+  return forward(device_of(inputs, main_device()), [&](c10d::Backend& inner) {
+    WorkPtr work =
+        inner.getBackendName() == "gloo" ? reduce_then_scatter(inner, outputs, inputs, options, core_) : nullptr;
+    return work ? work : operation(inner);
+  });
 }
 
 WorkPtr ProcessGroupEcho::broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) {
@@ -35,16 +52,18 @@ WorkPtr ProcessGroupEcho::broadcast(Tensors& tensors, const c10d::BroadcastOptio
 
 WorkPtr ProcessGroupEcho::allreduce_sparse(Tensors& tensors, const c10d::AllreduceOptions& options) {
   const GilRelease no_gil;
-  c10d::Backend& inner = open_inner(device_of(tensors, main_device()));
+  const c10::DeviceType type = device_of(tensors, main_device());
+  c10d::Backend& inner = open_inner(type);
   note_exact("sparse tensor", tensors, options.reduceOp);
-  return collect(inner, inner.allreduce_sparse(tensors, options));
+  return hand_out(inner, type, inner.allreduce_sparse(tensors, options));
 }
 
 WorkPtr ProcessGroupEcho::allreduce_coalesced(Tensors& tensors, const c10d::AllreduceCoalescedOptions& options) {
   const GilRelease no_gil;
-  c10d::Backend& inner = open_inner(device_of(tensors, main_device()));
+  const c10::DeviceType type = device_of(tensors, main_device());
+  c10d::Backend& inner = open_inner(type);
   note_exact("several tensors", tensors, options.reduceOp);
-  return collect(inner, inner.allreduce_coalesced(tensors, options));
+  return hand_out(inner, type, inner.allreduce_coalesced(tensors, options));
 }
 
 WorkPtr ProcessGroupEcho::reduce(Tensors& tensors, const c10d::ReduceOptions& options) {
@@ -92,15 +111,16 @@ WorkPtr ProcessGroupEcho::reduce_scatter(Tensors& outputs, TensorLists& inputs,
 WorkPtr ProcessGroupEcho::_reduce_scatter_base(at::Tensor& output, at::Tensor& input,
                                                const c10d::ReduceScatterOptions& options) {
   note_reduce_scatter();
-  return forward(input.device().type(),
-                 [&](auto& inner) { return inner._reduce_scatter_base(output, input, options); });
+  return forward_reduce_scatter({output}, {input}, options,
+                                [&](auto& inner) { return inner._reduce_scatter_base(output, input, options); });
 }
 
 WorkPtr ProcessGroupEcho::reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs,
                                                           const c10d::ReduceScatterOptions& options) {
   note_reduce_scatter();
-  return forward(device_of(inputs, main_device()),
-                 [&](auto& inner) { return inner.reduce_scatter_tensor_coalesced(outputs, inputs, options); });
+  return forward_reduce_scatter(outputs, inputs, options, [&](auto& inner) {
+    return inner.reduce_scatter_tensor_coalesced(outputs, inputs, options);
+  });
 }
 
 WorkPtr ProcessGroupEcho::alltoall_base(at::Tensor& output, at::Tensor& input, std::vector<int64_t>& output_sizes,
@@ -138,8 +158,12 @@ WorkPtr ProcessGroupEcho::barrier(const c10d::BarrierOptions& options) {
 // Only Gloo has it, so it is a matter of the CPU whatever the group is for.
 void ProcessGroupEcho::monitoredBarrier(const c10d::BarrierOptions& options, bool wait_all_ranks) {
   const GilRelease no_gil;
-  const bool has_cpu = inner_.has_made(c10::DeviceType::CPU);
-  open_inner(has_cpu ? c10::DeviceType::CPU : main_device()).monitoredBarrier(options, wait_all_ranks);
+  const c10::DeviceType type = inner_.has_made(c10::DeviceType::CPU) ? c10::DeviceType::CPU : main_device();
+  c10d::Backend& backend = open_inner(type);
+  if (type != c10::DeviceType::CPU) return backend.monitoredBarrier(options, wait_all_ranks);
+  // It waits for messages in the call itself.
+  run_on_thread([inner = inner(type), options, wait_all_ranks] { inner->monitoredBarrier(options, wait_all_ranks); },
+                [this] { core_->inner_waits = true; });
 }
 
 // torch asks the outer backend whether there are hooks, without a virtual call: the marker makes it say yes.
@@ -202,14 +226,15 @@ WorkPtr ProcessGroupEcho::gather_single(at::Tensor& output, at::Tensor& input, c
 
 WorkPtr ProcessGroupEcho::reduce_scatter_single(at::Tensor& output, at::Tensor& input,
                                                 const c10d::ReduceScatterOptions& options) {
-  return forward(input.device().type(),
-                 [&](auto& inner) { return inner.reduce_scatter_single(output, input, options); });
+  return forward_reduce_scatter({output}, {input}, options,
+                                [&](auto& inner) { return inner.reduce_scatter_single(output, input, options); });
 }
 
 WorkPtr ProcessGroupEcho::reduce_scatter_single_coalesced(Tensors& outputs, Tensors& inputs,
                                                           const c10d::ReduceScatterOptions& options) {
-  return forward(device_of(inputs, main_device()),
-                 [&](auto& inner) { return inner.reduce_scatter_single_coalesced(outputs, inputs, options); });
+  return forward_reduce_scatter(outputs, inputs, options, [&](auto& inner) {
+    return inner.reduce_scatter_single_coalesced(outputs, inputs, options);
+  });
 }
 
 WorkPtr ProcessGroupEcho::all_to_all_single(at::Tensor& output, at::Tensor& input, std::vector<int64_t>& output_sizes,

@@ -40,6 +40,7 @@ ProcessGroupEcho::ProcessGroupEcho(GroupSetup setup)
       timeout_ms_(setup.timeout.count()),
       deriver_(std::move(setup.deriver)) {
   TORCH_CHECK_VALUE(!inner_.made().empty(), "echo needs an inner backend for at least one device type");
+  core_->inner_timeout_ms = timeout_ms_.load();
   if (core_->config.diagnostics) plan_check_.emplace(rounds("plan", std::chrono::milliseconds(timeout_ms_.load())));
 }
 
@@ -68,7 +69,7 @@ ProcessGroupEcho::~ProcessGroupEcho() {
   worker_->stop(false, std::chrono::seconds(1));
   core_->wire.tear_down();
   BackendsByDevice inner = inner_.take_all();
-  if (core_->inner_waits) leave_to_thread(std::move(inner));
+  if (core_->inner_waits) leave_to_thread(std::move(inner), core_->take_left());
 }
 
 std::string_view dtype_name(at::ScalarType dtype) {

@@ -247,6 +247,11 @@ class ProcessGroupEcho : public c10d::Backend {
 
   template <typename Operation>
   WorkPtr forward(c10::DeviceType type, Operation&& operation);
+  // CPU tensors over Gloo go in parts whose waits can end; everything else by `operation`.
+  WorkPtr forward_reduce_scatter(const Tensors& outputs, const Tensors& inputs,
+                                 const c10d::ReduceScatterOptions& options,
+                                 const std::function<WorkPtr(c10d::Backend&)>& operation);
+  WorkPtr hand_out(const c10d::Backend& inner, c10::DeviceType type, WorkPtr work);
   WorkPtr collect(const c10d::Backend& inner, WorkPtr work);
 
   CallFacts facts_of(const at::Tensor& tensor, std::string_view op, const CallOrigin& origin, uint64_t capture);

@@ -1,5 +1,7 @@
 #include "quantized_call.hpp"
 
+#include <utility>
+
 #include <ATen/ATen.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/record_function.h>
@@ -86,6 +88,17 @@ void GroupCore::look_at_devices() {
   if (std::string text = cuda_fabrics.fault_text(); !text.empty()) {
     fault.set(reports.name() + ": a quantized all_reduce over peer memory failed on the device: " + text);
   }
+}
+
+void GroupCore::leave(c10::intrusive_ptr<c10d::Work> work) {
+  inner_waits = true;
+  const std::lock_guard lock(left_mutex_);
+  left_.push_back(std::move(work));
+}
+
+std::vector<c10::intrusive_ptr<c10d::Work>> GroupCore::take_left() {
+  const std::lock_guard lock(left_mutex_);
+  return std::exchange(left_, {});
 }
 
 void run_quantized(GroupCore& core, QuantizedCall& call) {

@@ -15,11 +15,10 @@ constexpr milliseconds kLook{200};
 // What a process sent before it ended may still complete the work, and an error of Gloo's own leaves nothing behind.
 constexpr milliseconds kLastMessages{1000};
 
-}  // namespace
-
-std::string wait_while_all_live(c10d::Work& work, const Processes& processes, milliseconds timeout) {
+// Waits in slices until the work is complete, and calls `look` between them, which returns true to give up; then false.
+template <typename Look>
+bool wait_in_slices(c10d::Work& work, milliseconds timeout, Look&& look) {
   const Clock::time_point start = Clock::now();
-  std::optional<Clock::time_point> noticed;
   while (true) {
     milliseconds slice = kLook;
     if (timeout != kNoTimeout) {
@@ -28,19 +27,34 @@ std::string wait_while_all_live(c10d::Work& work, const Processes& processes, mi
     }
     try {
       work.wait(slice);
-      return {};
+      return true;
     } catch (...) {
       if (work.isCompleted()) break;
       if (timeout != kNoTimeout && Clock::now() - start >= timeout) throw;
     }
     run_signal_handlers();
-    std::string exited = processes.exited();
-    if (exited.empty()) continue;
-    if (!noticed) noticed = Clock::now();
-    if (Clock::now() - *noticed >= kLastMessages) return exited;
+    if (look()) return false;
   }
   work.wait(kNoTimeout);  // complete: throws its own error, if it has one
-  return {};
+  return true;
+}
+
+}  // namespace
+
+bool wait_with_signals(c10d::Work& work, milliseconds timeout) {
+  return wait_in_slices(work, timeout, [] { return false; });
+}
+
+std::string wait_while_all_live(c10d::Work& work, const Processes& processes, milliseconds timeout) {
+  std::optional<Clock::time_point> noticed;
+  std::string exited;
+  const bool complete = wait_in_slices(work, timeout, [&] {
+    exited = processes.exited();
+    if (exited.empty()) return false;
+    if (!noticed) noticed = Clock::now();
+    return Clock::now() - *noticed >= kLastMessages;
+  });
+  return complete ? std::string() : exited;
 }
 
 }  // namespace echo::pg

@@ -37,10 +37,10 @@ void WireGroups::tear_down() noexcept {
   }
 }
 
-void leave_to_thread(BackendsByDevice groups) noexcept {
+void leave_to_thread(BackendsByDevice groups, std::vector<c10::intrusive_ptr<c10d::Work>> works) noexcept {
   if (groups.empty()) return;
   try {
-    std::thread([groups = std::move(groups)]() mutable {
+    std::thread([groups = std::move(groups), works = std::move(works)]() mutable {
       for (const auto& [type, group] : groups) {
         try {
           group->abort();
@@ -49,6 +49,7 @@ void leave_to_thread(BackendsByDevice groups) noexcept {
         }
       }
       groups.clear();
+      works.clear();
     }).detach();
   } catch (...) {
   }

@@ -7,6 +7,7 @@
 #include <map>
 #include <mutex>
 #include <string>
+#include <vector>
 
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
@@ -18,7 +19,8 @@ using BackendsByDevice = std::map<c10::DeviceType, BackendPtr>;
 
 // Aborts and destroys them on a thread of its own. Never blocks: destroying a Gloo group closes its connections, but
 // waits for its exchanges under way first.
-void leave_to_thread(BackendsByDevice groups) noexcept;
+// Then lets go of `works`, calls that were given up.
+void leave_to_thread(BackendsByDevice groups, std::vector<c10::intrusive_ptr<c10d::Work>> works = {}) noexcept;
 
 class WireGroups {
  public:
