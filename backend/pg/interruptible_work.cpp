@@ -206,6 +206,7 @@ WorkPtr make_interruptible(WorkPtr work, const std::shared_ptr<GroupCore>& core)
   if (!work) return work;
   const c10d::OpType type = work->retrieveOpType();
   if (c10d::isP2POp(type)) return c10::make_intrusive<InterruptibleMessage>(std::move(work), core);
+  if (dynamic_cast<ReduceScatterWork*>(work.get()) != nullptr) return work;
   if (type == c10d::OpType::UNKNOWN) return c10::make_intrusive<InterruptibleLambda>(std::move(work), core);
   return c10::make_intrusive<InterruptibleWork>(std::move(work), core);
 }
