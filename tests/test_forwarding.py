@@ -108,3 +108,30 @@ def run_monitored(rank: int, size: int) -> None:
 
 def test_monitored_barriers_pass() -> None:
     run_ranks(run_monitored, 3, backend="echo")
+
+
+def run_reduce_scatter(rank: int, size: int) -> list[tuple[int, str]]:
+    """Where echo's group and plain Gloo differ: elements of the result and the form of the call."""
+    group, found = echo_group(policy="all"), []
+    for elements in 1, 3, 70_001:
+        generator = torch.Generator().manual_seed(100 * rank + elements)
+        shares = torch.randn(size, elements, generator=generator)
+        forms: dict[str, Callable[[torch.Tensor, Any], Any]] = {
+            "tensor": lambda out, of, x=shares: dist.reduce_scatter_tensor(out, x.flatten(), group=of),
+            "maximum": lambda out, of, x=shares: dist.reduce_scatter_tensor(
+                out, x.flatten(), dist.ReduceOp.MAX, group=of
+            ),
+            "list": lambda out, of, x=shares: dist.reduce_scatter(out, list(x), group=of),
+        }
+        for name, call in forms.items():
+            outcomes = [torch.zeros(elements), torch.zeros(elements)]
+            for out, of in zip(outcomes, (group, dist.group.WORLD), strict=True):
+                call(out, of)
+            if not torch.equal(*outcomes) or not outcomes[0].any():
+                found.append((elements, name))
+    return found
+
+
+def test_reduce_scatter_gives_the_bytes_of_gloo() -> None:
+    """It is made of an all-reduce, whose order of additions shows from three ranks on."""
+    assert run_ranks(run_reduce_scatter, 3) == [[], [], []]
