@@ -235,7 +235,9 @@ std::string CudaFabric::fault_text() const {
   const FaultKind kind = group_ ? group_->fault().kind : FaultKind::kNone;
   // Where a peer has given up, kernels here only know that they were told to stop.
   if (kind == FaultKind::kNone || kind == FaultKind::kAborted) {
-    if (std::string reason = board_.peers_reason(); !reason.empty()) return reason;
+    const std::string reason = board_.peers_reason();
+    if (!reason.empty())
+      return (kind == FaultKind::kNone ? "a peer reports, " : "waiting for the others, told to stop by ") + reason;
   }
   return kind == FaultKind::kNone ? std::string() : group_->describe_fault();
 }

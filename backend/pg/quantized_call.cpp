@@ -84,7 +84,9 @@ std::string current_cause() {
 }  // namespace
 
 void GroupCore::look_at_devices() {
-  if (std::string text = device_fault.text(); !text.empty()) fault.set(text);
+  if (std::string text = device_fault.text(); !text.empty()) {
+    fault.set(reports.name() + ": a quantized all_reduce over the wire failed on the device: " + text);
+  }
   if (std::string text = cuda_fabrics.fault_text(); !text.empty()) {
     fault.set(reports.name() + ": a quantized all_reduce over peer memory failed on the device: " + text);
   }

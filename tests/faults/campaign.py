@@ -35,7 +35,7 @@ EXPECTATIONS = (
     "reports", "pg_options must be",
 )  # fmt: skip
 OPERATIONS = (
-    r"quantized all_reduce (number \d+|over peer memory failed)",
+    r"quantized all_reduce (number \d+|over peer memory failed|over the wire failed)",
     r"exact all_reduce number \d+",
     r"cannot be created",
 )
