@@ -55,6 +55,9 @@ if int(os.environ["RANK"]) == 0:
     ranks = int(os.environ["WORLD_SIZE"])
     sent_exactly = stats["bytes_quantized"] * 2 * (ranks - 1) / ranks  # what a ring sends of the same tensors
     last, last_exact = losses[-1], exact[-1]
-    fewer = sent_exactly / stats["wire_bytes"]
-    print(f"{stats['calls_quantized']} all-reduces in 4 bits, {fewer:.2f} times fewer bytes")
+    saved = sent_exactly - stats["wire_bytes"]
+    print(
+        f"{stats['calls_quantized']} all-reduces in 4 bits: {saved / 2**20:.1f} of {sent_exactly / 2**20:.1f} MiB saved"
+    )
+    print(f"{stats['calls_forwarded']} exact: {stats['forwarded']}; passes: {stats['passes']}")
     print(f"loss {last:.4f}, with the exact backend {last_exact:.4f}, {abs(last / last_exact - 1):.2%} apart")

@@ -77,5 +77,7 @@ if rank == 0:
         print(f"{name}: cosine {likeness:.4f} to the exact hidden states")
     sent, uncompressed = stats["wire_bytes"], stats["bytes_quantized"] * 2 * (ranks - 1) / ranks
     print(f"{stats['calls_quantized']} all-reduces in {stats['passes']['forward']} passes", end=" ")
-    print(f"sent {sent / 2**20:.2f} MiB per rank instead of {uncompressed / 2**20:.2f}")
+    print(
+        f"sent {sent / 2**20:.2f} MiB per rank, {(uncompressed - sent) / 2**20:.2f} of {uncompressed / 2**20:.2f} saved"
+    )
 dist.destroy_process_group()

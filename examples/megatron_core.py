@@ -163,6 +163,7 @@ def main() -> None:
             f"{stats['calls_quantized']} all-reduces quantized: {stats['wire_bytes'] / 1e6:.1f} MB sent by this rank, "
             f"{(ring - stats['wire_bytes']) / 1e6:.1f} MB saved ({ring / max(stats['wire_bytes'], 1):.2f} times fewer)"
         )
+        print(f"{stats['calls_forwarded']} exact: {stats['forwarded']}; passes: {stats['passes']}")
     dist.destroy_process_group()
 
 

@@ -75,4 +75,5 @@ if dist.get_rank() == 0:
     print(f"mean difference over {STEPS} steps: {difference:.4f}")
     print(f"{stats['calls_quantized']} all-reduces quantized")
     print(f"{(without - sent) / 2**20:.1f} of {without / 2**20:.1f} MiB saved")
+    print(f"{stats['calls_forwarded']} exact: {stats['forwarded']}; passes: {stats['passes']}")
 dist.destroy_process_group()

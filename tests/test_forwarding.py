@@ -110,6 +110,23 @@ def test_monitored_barriers_pass() -> None:
     run_ranks(run_monitored, 3, backend="echo")
 
 
+def run_late_message(rank: int, size: int) -> float:
+    group = echo_group(policy="all", timeout=1.0)
+    tensor = torch.zeros(3)
+    if rank == 0:
+        time.sleep(2.5)
+        dist.send(tensor + 7, 1, group=group)
+    else:
+        dist.recv(tensor, 0, group=group)
+    dist.barrier(group)
+    return tensor.sum().item()
+
+
+def test_a_limit_of_echo_is_none_of_messages() -> None:
+    """They are Gloo's, and so is their limit, 30 s here."""
+    assert run_ranks(run_late_message, 2) == [0.0, 21.0]
+
+
 def run_reduce_scatter(rank: int, size: int) -> list[tuple[int, str]]:
     """Where echo's group and plain Gloo differ: elements of the result and the form of the call."""
     group, found = echo_group(policy="all"), []

@@ -89,6 +89,7 @@ c10::intrusive_ptr<ProcessGroupEcho> make_group(const c10::intrusive_ptr<c10d::S
   setup.make_later = later_maker(make_later);
   setup.make_wire = group_maker(std::move(make_wire));
   setup.deriver = group_deriver(std::move(make_derived), std::move(pg_options));
+  setup.inner_timeout = timeout;
   const bool own_limit = config.timeout_s > 0;
   setup.timeout = own_limit ? std::chrono::milliseconds(static_cast<int64_t>(config.timeout_s * 1000)) : timeout;
   const py::gil_scoped_release no_gil;

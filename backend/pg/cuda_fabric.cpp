@@ -222,11 +222,15 @@ void CudaFabric::join_update(const c10::Stream& stream, bool captured) {
 
 void CudaFabric::count_from(cuda::Counters counters) {
   const c10::cuda::CUDAGuard guard(device_);
+  const std::shared_lock lock(group_mutex_);
+  TORCH_CHECK_WITH(DistBackendError, group_, "the group has been destroyed");
   group_->count_from(counters);
 }
 
 cuda::Counters CudaFabric::counters() const {
   const c10::cuda::CUDAGuard guard(device_);
+  const std::shared_lock lock(group_mutex_);
+  TORCH_CHECK_WITH(DistBackendError, group_, "the group has been destroyed");
   return group_->counters();
 }
 

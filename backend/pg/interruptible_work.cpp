@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <future>
+#include <optional>
 #include <thread>
 #include <utility>
 
@@ -74,6 +75,9 @@ class InterruptibleMessage : public InterruptibleWork {
   }
 
   bool wait(milliseconds timeout) override {
+    // Before the message can fail: where no thread can be had for it, the message is as it was.
+    std::optional<Waker::Watch> watch;
+    if (!profiled_) watch.emplace(*inner_);
     try {
       const bool received = profiled_ ? wait_in_one(timeout) : wait_in_slices(timeout);
       done_ = true;
@@ -94,7 +98,6 @@ class InterruptibleMessage : public InterruptibleWork {
  private:
   bool wait_in_slices(milliseconds timeout) {
     const Clock::time_point start = Clock::now();
-    const Waker::Watch watch(*inner_);
     milliseconds limit = timeout, left = timeout;
     while (true) {
       try {
@@ -215,7 +218,8 @@ WorkPtr reduce_then_scatter(c10d::Backend& inner, const std::vector<at::Tensor>&
                             const std::vector<at::Tensor>& inputs, const c10d::ReduceScatterOptions& options,
                             const std::shared_ptr<GroupCore>& core) {
   const int64_t ranks = inner.getSize();
-  if (outputs.size() != inputs.size()) return nullptr;
+  // Which other operations Gloo passes on to its all-reduce depends on torch's version.
+  if (outputs.size() != inputs.size() || options.reduceOp != c10d::ReduceOp::SUM) return nullptr;
   for (size_t i = 0; i < inputs.size(); ++i) {
     if (!fits(outputs[i], inputs[i], ranks)) return nullptr;
   }

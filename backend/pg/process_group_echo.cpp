@@ -40,7 +40,7 @@ ProcessGroupEcho::ProcessGroupEcho(GroupSetup setup)
       timeout_ms_(setup.timeout.count()),
       deriver_(std::move(setup.deriver)) {
   TORCH_CHECK_VALUE(!inner_.made().empty(), "echo needs an inner backend for at least one device type");
-  core_->inner_timeout_ms = timeout_ms_.load();
+  core_->inner_timeout_ms = setup.inner_timeout.count();
   if (core_->config.diagnostics) plan_check_.emplace(rounds("plan", std::chrono::milliseconds(timeout_ms_.load())));
 }
 

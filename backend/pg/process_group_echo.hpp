@@ -66,8 +66,9 @@ struct GroupSetup {
   WireGroups::Make make_wire;
   GroupDeriver deriver;
   std::shared_ptr<const Processes> processes;
-  std::chrono::milliseconds timeout{0};
-  bool prefers_device_barriers = false;  // barriers without a device go over the accelerator's backend
+  std::chrono::milliseconds timeout{0};        // of echo's own exchanges
+  std::chrono::milliseconds inner_timeout{0};  // of the inner backends
+  bool prefers_device_barriers = false;        // barriers without a device go over the accelerator's backend
 };
 
 // What _stats() reports, taken at one moment.

@@ -56,7 +56,12 @@ void Waker::run() {
     std::this_thread::sleep_for(kPeriod);
     lock.lock();
     for (Wait& wait : waits_) {
-      if (wait.is_long) wait.work->abort();
+      if (wait.is_long) {
+        try {
+          wait.work->abort();
+        } catch (...) {  // a Work that cannot be aborted is waited for in one
+        }
+      }
       wait.is_long = true;
     }
   }

@@ -13,7 +13,7 @@
 namespace echo::pg {
 
 // One thread per process, started by the first wait. It sleeps without a limit when nobody has waited for a while, so
-// that neither a wait costs a system call nor an idle process anything.
+// that it costs an idle process nothing.
 class Waker {
  public:
   struct Wait {

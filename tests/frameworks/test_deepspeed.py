@@ -240,7 +240,10 @@ def test_example() -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port"]
     done = subprocess.run([*command, str(free_port()), str(example)], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    saved = re.search(r"(\d+) all-reduces in 4 bits, ([\d.]+) times fewer bytes", done.stdout)
+    saved = re.search(r"(\d+) all-reduces in 4 bits: ([\d.]+) of ([\d.]+) MiB saved", done.stdout)
     difference = re.search(r"loss ([\d.]+), with the exact backend ([\d.]+), ([\d.]+)% apart", done.stdout)
     assert saved and difference, done.stdout
-    assert int(saved[1]) > 0 and float(saved[2]) > 3 and float(difference[3]) < 1
+    # 12 steps of 2 layers, each with 2 sums forward and 5 backward, and of the output layer's input, backward.
+    assert int(saved[1]) == 12 * (2 * (2 + 5) + 1)
+    assert 0.7 < float(saved[2]) / float(saved[3]) < 0.75 and float(difference[3]) < 1
+    assert "'forward': 12, 'backward': 12, 'recompute': 0" in done.stdout, done.stdout
