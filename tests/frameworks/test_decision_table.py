@@ -11,6 +11,9 @@ import math
 from typing import Any, NamedTuple
 
 import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
 from torch import nn
 
 from echo_pg import build, passes
@@ -185,3 +188,46 @@ def test_where_float32_is_listed(row: Row) -> None:
     """Losses, norms and gradients have other reasons then; of what has none, only DSA's scores are known."""
     quantized, _ = decide(row, dtypes=["bfloat16", "float32"])
     assert quantized == (row.what == "attention scores of DSA, dsa.py:505, 774 (read)")
+
+
+class Calls(nn.Module):
+    """What the frameworks call beside all-reduces, here inside a forward, in a group for tensor parallelism."""
+
+    def forward(self, rank: int, size: int, group: Any) -> dict[str, tuple[Any, Any]]:
+        hidden = torch.full(HIDDEN, rank + 1.0, dtype=torch.bfloat16)
+        flat, found = hidden.flatten(), {}
+        inputs = torch.tensor([rank, 7])
+        dist.broadcast(inputs, 0, group=group)
+        found["DeepSpeed: inputs, engine.py:970"] = inputs, torch.tensor([0, 7])
+        gathered = [torch.zeros_like(hidden) for _ in range(size)]
+        dist.all_gather(gathered, hidden, group=group)
+        each = torch.stack([torch.full(HIDDEN, r + 1.0, dtype=torch.bfloat16) for r in range(size)])
+        found["DeepSpeed, HF: logits of lm_head"] = torch.stack(gathered), each
+        whole = torch.zeros(size * flat.numel(), dtype=torch.bfloat16)
+        dist.all_gather_into_tensor(whole, flat, group=group)
+        found["ZeRO: parameters; Megatron: sequence parallelism"] = whole, each.flatten()
+        part = torch.zeros(flat.numel() // size, dtype=torch.bfloat16)
+        dist.reduce_scatter_tensor(part, flat, group=group)
+        found["Megatron: sequence parallelism, sums"] = part, torch.full_like(part, size * (size + 1) / 2)
+        mine = torch.zeros_like(hidden)
+        dist.scatter(mine, list(each) if rank == 0 else None, 0, group=group)
+        found["parallelize_module: weights at load"] = mine, hidden
+        swapped = torch.zeros(HIDDEN, dtype=torch.bfloat16)
+        dist.all_to_all_single(swapped, hidden, group=group)
+        found["Ulysses: sequences against heads"] = swapped, each[:, : HIDDEN[0] // size].flatten(0, 1)
+        return found
+
+
+def run_other_calls(rank: int, size: int) -> tuple[dict[str, bool], int, int]:
+    import echo_pg
+
+    group = dist.new_group(backend="echo", group_desc=TENSOR, pg_options=echo_pg.Options(min_bytes=0))
+    found = Calls()(rank, size, group)
+    stats = echo_pg.stats(group)
+    return {name: torch.equal(*pair) for name, pair in found.items()}, stats["other_calls"], stats["calls_quantized"]
+
+
+def test_what_is_no_all_reduce_is_forwarded_and_exact() -> None:
+    for equal, others, quantized in run_ranks(run_other_calls, 2):
+        assert all(equal.values()), equal
+        assert (others, quantized) == (len(equal), 0)

@@ -16,6 +16,7 @@ from harness import DEBUG, Recorder, needs_four_devices, record, table
 from hf_models import be_a_rank, gradients, load, save, splits_vocabulary, start, tokens
 from ranks import run_ranks
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 Table = Counter[tuple[str, ...]]
 LAYERS = {"Llama": 3, "Qwen3": 2}
@@ -95,6 +96,25 @@ def checkpointed(model: Any, ids: Tensor, reentrant: bool) -> float:
     return loss
 
 
+def nested(model: Any, ids: Tensor) -> None:
+    """A reentrant checkpoint around the whole model, whose layers have one each."""
+    model.gradient_checkpointing_enable({"use_reentrant": True})
+    scale = torch.ones((), device=ids.device, requires_grad=True)
+    checkpoint(
+        lambda x: model(input_ids=ids, labels=ids, use_cache=False).loss * x, scale, use_reentrant=True
+    ).backward()
+    model.gradient_checkpointing_disable()
+
+
+def compiled(model: Any, ids: Tensor) -> None:
+    """Its layers, in two steps; the last use of the model."""
+    layers = model.model.layers
+    for i in range(len(layers)):
+        layers[i] = torch.compile(layers[i], backend="aot_eager")
+    for _ in range(2):
+        step(model, ids)
+
+
 def run_model(rank: int, size: int, folder: str) -> dict[tuple[str, str], Any]:
     recorder = record()
     be_a_rank(rank, size)
@@ -134,6 +154,8 @@ def phases(model: Any, draft: Any, watch: Watch) -> dict[str, dict[str, Any]]:
     look("interrupted", lambda: interrupted(model, ids))
     model.train()
     look("step again", lambda: step(model, ids))
+    look("nested", lambda: nested(model, ids))
+    look("compiled", lambda: compiled(model, ids))
     return found
 
 
@@ -163,6 +185,14 @@ def test_checkpointing(found: Any, kind: str, how: str, again: int) -> None:
     assert seen["calls"] == forward(layers) + backward(kind) + recomputed
     assert seen["passes"] == (1, 1, layers)
     assert seen["value"] == found[0][kind, "step"]["value"][0], "the forward itself is the same"
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+def test_nested_checkpoints_and_compiled_layers(found: Any, kind: str) -> None:
+    layers = LAYERS[kind]
+    assert found[0][kind, "nested"]["passes"] == (1, 1, 1 + layers)
+    assert found[0][kind, "compiled"]["passes"] == (2, 2, 0)
+    assert found[0][kind, "compiled"]["calls"] == forward(layers, passes=2) + backward(kind) + backward(kind)
 
 
 @pytest.mark.parametrize("kind", LAYERS)
