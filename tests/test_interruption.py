@@ -164,9 +164,7 @@ FORWARDED: dict[str, Callable[[Any], Any]] = {
 def run_ctrl_c_in_turn(rank: int, size: int, names: list[str], fresh: bool) -> list[tuple[str, float, float]]:
     """Rank 0 is interrupted in one operation after the other, each in a group of its own or all in one."""
     if "functional" in names:
-        importlib.import_module(
-            "torch._dynamo"
-        )  # as such calls do at first, and a process that Ctrl-C finds importing it may abort
+        importlib.import_module("torch._dynamo")  # as such calls do; who is interrupted meanwhile may abort
     shared = None if fresh else patient_group("peer")
     exact = torch.ones(1000, dtype=torch.float64)
     seconds = []
