@@ -9,11 +9,12 @@
 #include <pybind11/pybind11.h>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
+#include "delegating_work.hpp"
 #include "watched_wait.hpp"
 
 namespace echo::pg {
 
-class ForwardedWork : public c10d::Work {
+class ForwardedWork : public DelegatingWork {
  public:
   // Throws the error to raise in place of the one under way.
   using Rename = std::function<void(const std::string& cause)>;
@@ -21,22 +22,10 @@ class ForwardedWork : public c10d::Work {
   // `leave` is called where nobody waits any more for what Gloo still waits in.
   ForwardedWork(int rank, c10::intrusive_ptr<c10d::Work> inner, std::shared_ptr<const Processes> processes,
                 Rename rename, std::function<void()> leave)
-      : Work(rank, c10d::OpType::ALLREDUCE),
-        inner_(std::move(inner)),
+      : DelegatingWork(rank, c10d::OpType::ALLREDUCE, std::move(inner)),
         processes_(std::move(processes)),
         rename_(std::move(rename)),
         leave_(std::move(leave)) {}
-
-  bool isCompleted() override { return inner_->isCompleted(); }
-  bool isSuccess() const override { return inner_->isSuccess(); }
-  std::exception_ptr exception() const override { return inner_->exception(); }
-  int sourceRank() const override { return inner_->sourceRank(); }
-  std::vector<at::Tensor> result() override { return inner_->result(); }
-  void abort() override { inner_->abort(); }
-  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override { return inner_->getFuture(); }
-  c10::intrusive_ptr<c10::ivalue::Future> getFutureResult() override { return inner_->getFutureResult(); }
-  float getDuration() const override { return inner_->getDuration(); }
-  uint64_t getSequencenumber() const override { return inner_->getSequencenumber(); }
 
   bool wait(std::chrono::milliseconds timeout) override {
     std::string exited;
@@ -64,7 +53,6 @@ class ForwardedWork : public c10d::Work {
   void blockCurrentStream() override { wait(kNoTimeout); }
 
  private:
-  const c10::intrusive_ptr<c10d::Work> inner_;
   const std::shared_ptr<const Processes> processes_;
   const Rename rename_;
   const std::function<void()> leave_;

@@ -11,6 +11,7 @@
 #include <ATen/record_function.h>
 #include <pybind11/pybind11.h>
 
+#include "delegating_work.hpp"
 #include "quantized_call.hpp"
 #include "signals.hpp"
 #include "waker.hpp"
@@ -25,21 +26,11 @@ using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 
 constexpr milliseconds kLook{200};
 
-class InterruptibleWork : public c10d::Work {
+class InterruptibleWork : public DelegatingWork {
  public:
-  InterruptibleWork(WorkPtr inner, std::shared_ptr<GroupCore> core)
-      : Work(-1, inner->retrieveOpType()), inner_(std::move(inner)), core_(std::move(core)) {}
+  InterruptibleWork(c10d::OpType type, WorkPtr inner, std::shared_ptr<GroupCore> core)
+      : DelegatingWork(-1, type, std::move(inner)), core_(std::move(core)) {}
 
-  bool isCompleted() override { return inner_->isCompleted(); }
-  bool isSuccess() const override { return inner_->isSuccess(); }
-  std::exception_ptr exception() const override { return inner_->exception(); }
-  int sourceRank() const override { return inner_->sourceRank(); }
-  std::vector<at::Tensor> result() override { return inner_->result(); }
-  void abort() override { inner_->abort(); }
-  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override { return inner_->getFuture(); }
-  c10::intrusive_ptr<c10::ivalue::Future> getFutureResult() override { return inner_->getFutureResult(); }
-  float getDuration() const override { return inner_->getDuration(); }
-  uint64_t getSequencenumber() const override { return inner_->getSequencenumber(); }
   void synchronize() override { inner_->synchronize(); }
   void blockCurrentStream() override { inner_->blockCurrentStream(); }
 
@@ -53,7 +44,6 @@ class InterruptibleWork : public c10d::Work {
   }
 
  protected:
-  const WorkPtr inner_;
   const std::shared_ptr<GroupCore> core_;
 };
 
@@ -208,10 +198,10 @@ void run_on_thread(std::function<void()> inner, const std::function<void()>& lea
 WorkPtr make_interruptible(WorkPtr work, const std::shared_ptr<GroupCore>& core) {
   if (!work) return work;
   const c10d::OpType type = work->retrieveOpType();
-  if (c10d::isP2POp(type)) return c10::make_intrusive<InterruptibleMessage>(std::move(work), core);
+  if (c10d::isP2POp(type)) return c10::make_intrusive<InterruptibleMessage>(type, std::move(work), core);
   if (dynamic_cast<ReduceScatterWork*>(work.get()) != nullptr) return work;
-  if (type == c10d::OpType::UNKNOWN) return c10::make_intrusive<InterruptibleLambda>(std::move(work), core);
-  return c10::make_intrusive<InterruptibleWork>(std::move(work), core);
+  if (type == c10d::OpType::UNKNOWN) return c10::make_intrusive<InterruptibleLambda>(type, std::move(work), core);
+  return c10::make_intrusive<InterruptibleWork>(type, std::move(work), core);
 }
 
 WorkPtr reduce_then_scatter(c10d::Backend& inner, const std::vector<at::Tensor>& outputs,
