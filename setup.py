@@ -4,7 +4,8 @@
 
 A binary fits one minor version of torch, so the build never fetches a torch of its own: it uses the caller's, and
 records in echo_pg/_build_info.py what it was built for. Environment: ECHO_CUDA=0 leaves the CUDA parts out;
-ECHO_SANITIZE=thread|address; MAX_JOBS limits the compilers that run at a time; CC, CXX and CUDA_HOME as usual.
+ECHO_CUDA_ARCHS names the compute capabilities to build for, as "8.0 9.0+PTX"; ECHO_SANITIZE=thread|address; MAX_JOBS
+limits the compilers that run at a time; CC, CXX and CUDA_HOME as usual.
 """
 
 import glob
@@ -26,6 +27,9 @@ from setuptools.command.build_ext import build_ext
 ROOT = Path(__file__).resolve().parent
 INSTALL = "pip install --no-build-isolation ."
 OLDEST_TORCH, NEWEST_TORCH = (2, 9), (2, 14)
+OLDEST_GPU = (8, 0)
+# Code for 8.x and 9.x, and PTX that drivers translate for GPUs to come.
+CUDA_ARCHS = "8.0 9.0+PTX"
 
 
 def stop(message: str) -> NoReturn:
@@ -92,6 +96,39 @@ def find_nvcc(torch: Any) -> Path | None:
     )
 
 
+def cuda_archs(torch: Any, nvcc: Path) -> str:
+    """The compute capabilities to build for, as in TORCH_CUDA_ARCH_LIST: those of ECHO_CUDA_ARCHS; by default the usual
+    ones and those of this machine's GPUs that are newer, if nvcc knows them: there a driver would translate PTX."""
+    if chosen := os.environ.get("ECHO_CUDA_ARCHS"):
+        return " ".join(re.split(r"[\s;,]+", chosen.strip()))
+    archs = CUDA_ARCHS.split()
+    newest = max(capability_of(arch) for arch in archs)
+    gpus = range(torch.cuda.device_count()) if torch.cuda.is_available() else ()
+    newer = {gpu for gpu in map(torch.cuda.get_device_capability, gpus) if gpu[0] > newest[0]}
+    if newer:
+        known = subprocess.run([str(nvcc), "--list-gpu-arch"], capture_output=True, text=True).stdout.split()
+        archs += [f"{major}.{minor}" for major, minor in sorted(newer) if f"compute_{major}{minor}" in known]
+    return " ".join(archs)
+
+
+def capability_of(arch: str) -> tuple[int, int]:
+    found = re.fullmatch(r"(\d+)\.(\d)(\+PTX)?", arch)
+    capability = (int(found[1]), int(found[2])) if found else (0, 0)
+    if capability < OLDEST_GPU:
+        oldest = ".".join(map(str, OLDEST_GPU))
+        stop(f"ECHO_CUDA_ARCHS has {arch!r}, but takes compute capabilities from {oldest} on, as {CUDA_ARCHS!r}")
+    return capability
+
+
+def as_cmake_has_it(archs: str) -> str:
+    """CMAKE_CUDA_ARCHITECTURES: a number alone stands for code and PTX."""
+    named = []
+    for arch in archs.split():
+        major, minor = capability_of(arch)
+        named.append(f"{major}{minor}{'' if arch.endswith('+PTX') else '-real'}")
+    return ";".join(named)
+
+
 def cuda_runtime(torch: Any, nvcc: Path) -> str:
     """The shared CUDA runtime to link: by its file, because pip's packages have no development link."""
     major = torch.version.cuda.split(".")[0]
@@ -128,6 +165,7 @@ def write_build_info(path: Path, torch: Any, nvcc: Path | None) -> None:
         "ECHO": re.search(r'^version = "(.+)"', (ROOT / "pyproject.toml").read_text(), re.M)[1],  # type: ignore[index]
         "TORCH": torch.__version__,
         "CUDA": torch.version.cuda if nvcc else "none",
+        "CUDA_ARCHS": cuda_archs(torch, nvcc) if nvcc else "",
         "PYTHON": f"{sys.version_info.major}.{sys.version_info.minor}",
         "SOURCE_HASH": source_hash(),
         "PROTOCOL": protocol_version(),
@@ -181,6 +219,7 @@ class CMakeBuild(build_ext):
         }
         if nvcc:
             definitions["CMAKE_CUDA_COMPILER"] = str(nvcc)
+            definitions["ECHO_CUDA_ARCHS"] = as_cmake_has_it(cuda_archs(torch, nvcc))
             definitions["ECHO_CUDA_RUNTIME"] = cuda_runtime(torch, nvcc)
         fresh = not (build / "CMakeCache.txt").exists()
         generator = ["-G", "Ninja"] if fresh and shutil.which("ninja") else []

@@ -44,7 +44,8 @@ def _installation(say: Callable[..., None]) -> list[str]:
     say(f"echo_pg {__version__}, Python {platform.python_version()}, torch {torch.__version__}, {platform.machine()}")
     if built is None:
         return [str(build.why_unusable())]
-    say(f"built for torch {built.TORCH}, CUDA {built.CUDA}, Python {built.PYTHON}, with {built.FLAGS}")
+    archs = f" ({built.CUDA_ARCHS})" if built.CUDA_ARCHS else ""
+    say(f"built for torch {built.TORCH}, CUDA {built.CUDA}{archs}, Python {built.PYTHON}, with {built.FLAGS}")
     say(f"source {built.SOURCE_HASH}, protocol {built.PROTOCOL}")
     try:
         extension = build.extension()
@@ -52,7 +53,7 @@ def _installation(say: Callable[..., None]) -> list[str]:
         return [str(error)]
     say("extension: " + ", ".join(f"{name} {value}" for name, value in extension.build_flags().items()))
     say(f"inner backends: {_inner_backends(dist)}")
-    say(f"CUDA tensors: {_cuda_prospects(torch, built)}")
+    say(f"CUDA tensors: {_cuda_prospects(torch, extension)}")
     registered = "ECHO" in dist.Backend._plugins
     say(f'backend "echo": {"registered by import torch" if registered else "not registered"}')
     for name, value in options.variables_in_effect().items():
@@ -77,18 +78,20 @@ def _inner_backends(dist: Any) -> str:
     return ", ".join(found) or "none"
 
 
-def _cuda_prospects(torch: Any, built: Any) -> str:
+def _cuda_prospects(torch: Any, extension: Any) -> str:
     """Whether all-reduces of CUDA tensors can be quantized here, and if not why they are forwarded."""
     if torch.version.hip:
         return "forwarded (ROCm is not supported)"
     if not torch.version.cuda:
         return "none (torch without CUDA)"
-    if built.CUDA == "none":
+    if not extension.build_flags()["cuda"]:
         return "built without CUDA: forwarding to NCCL"
     if not torch.cuda.is_available():
         return "none (no usable GPU)"
-    old = [i for i in range(torch.cuda.device_count()) if torch.cuda.get_device_capability(i) < (8, 0)]
-    return f"forwarded to NCCL on devices {old} (older than sm_80)" if old else f"{torch.cuda.device_count()} usable"
+    count = torch.cuda.device_count()
+    obstacles = {i: text for i in range(count) if (text := extension.cuda_obstacle(i))}
+    forwarded = [f"forwarded to NCCL on cuda:{i} ({text})" for i, text in obstacles.items()]
+    return ", ".join([f"{count - len(obstacles)} usable", *forwarded])
 
 
 def _live_check(rank: int, size: int, local_rank: int, device_name: str) -> list[str]:

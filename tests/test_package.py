@@ -88,7 +88,15 @@ def installation(folder, build_info, extension=None):
     return folder
 
 
-BUILT = {"TORCH": torch.__version__, "CUDA": "none", "PYTHON": "3", "SOURCE_HASH": "0", "PROTOCOL": 1, "FLAGS": ""}
+BUILT = {
+    "TORCH": torch.__version__,
+    "CUDA": "none",
+    "CUDA_ARCHS": "",
+    "PYTHON": "3",
+    "SOURCE_HASH": "0",
+    "PROTOCOL": 1,
+    "FLAGS": "",
+}
 BROKEN = {
     "never built": ({}, None, "has not been built"),
     "no extension": (BUILT, None, "cannot be loaded"),

@@ -142,6 +142,25 @@ void write_record(const Call& call, const CallRecord& record, bool rescale, Call
   check(cudaGetLastError(), "echo max_magnitude");
 }
 
+std::string missing_code() {
+  cudaFuncAttributes attributes;
+  const cudaError_t result = cudaFuncGetAttributes(&attributes, write_record_kernel);
+  switch (result) {
+    case cudaSuccess:
+      return {};
+    case cudaErrorNoKernelImageForDevice:
+    case cudaErrorInvalidDeviceFunction:
+    case cudaErrorInvalidPtx:
+    case cudaErrorUnsupportedPtxVersion:
+    case cudaErrorJitCompilerNotFound:
+    case cudaErrorJitCompilationDisabled:
+      cudaGetLastError();
+      return cudaGetErrorString(result);
+    default:
+      fail(result, "loading the kernels of echo");
+  }
+}
+
 void load_opening_kernels() {
   cudaFuncAttributes attributes;
   check(cudaFuncGetAttributes(&attributes, write_record_kernel), "loading the kernels of echo");

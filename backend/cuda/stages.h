@@ -63,6 +63,10 @@ struct PeerTiles {
 // *out = record, with max|x| of the whole tensor in it if `rescale`. `out` is device memory, 16-byte aligned.
 void write_record(const Call& call, const CallRecord& record, bool rescale, CallRecord* out);
 
+// Why the current device can run none of the kernels, as CUDA has it: this build has code neither for it nor for an
+// older one that the driver could translate. Empty if it can.
+std::string missing_code();
+
 // Loads the kernels of write_record on the current device, so that none is loaded while another waits for a peer.
 void load_opening_kernels();
 

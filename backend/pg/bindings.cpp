@@ -180,6 +180,14 @@ py::dict build_flags() {
   return flags;
 }
 
+// Why all-reduces on a CUDA device of this process cannot be quantized, empty if they can.
+std::string cuda_obstacle(int device) {
+  const std::string_view in_general = device_obstacle("cuda");
+  if (!in_general.empty()) return std::string(in_general);
+  const GilRelease no_gil;
+  return CudaFabrics::missing_code(c10::Device(c10::kCUDA, static_cast<c10::DeviceIndex>(device)));
+}
+
 py::dict context_dict() {
   const CallOrigin origin = current_origin();
   constexpr const char* kContextNames[] = {"none", "forward", "backward", "recompute"};
@@ -299,4 +307,5 @@ PYBIND11_MODULE(_C, m) {
   m.def("set_log_callback", &echo::pg::set_log_callback);
   m.def("set_log_calls", &echo::pg::set_log_calls, py::arg("on"));
   m.def("build_flags", &echo::pg::build_flags);
+  m.def("cuda_obstacle", &echo::pg::cuda_obstacle, py::arg("device"));
 }

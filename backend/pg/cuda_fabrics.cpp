@@ -8,10 +8,13 @@
 #include <thread>
 
 #include <c10/cuda/CUDAGraphsC10Utils.h>
+#include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAMacros.h>
 #include <c10/cuda/CUDAStream.h>
 
+#include "../cuda/stages.h"
 #include "cuda_fabric.hpp"
+#include "store_rounds.hpp"
 #endif
 
 namespace echo::pg {
@@ -20,6 +23,12 @@ const CudaFabrics::Outcome* CudaFabrics::outcome(c10::Device device) const {
   const std::lock_guard lock(mutex_);
   const auto found = outcomes_.find(device.index());
   return found == outcomes_.end() ? nullptr : &found->second;
+}
+
+const std::string* CudaFabrics::code_obstacle(c10::Device device) const {
+  const std::lock_guard lock(mutex_);
+  const auto found = code_obstacles_.find(device.index());
+  return found == code_obstacles_.end() ? nullptr : &found->second;
 }
 
 bool CudaFabrics::has_fabric() const { return any_.load(std::memory_order_acquire); }
@@ -57,6 +66,29 @@ bool becomes_idle(c10::Device device) {
 StreamOrder& CudaFabrics::order_of(c10::Device device) {
   static auto* const orders = new std::array<StreamOrder, C10_COMPILE_TIME_MAX_GPUS>();
   return orders->at(static_cast<size_t>(device.index()));
+}
+
+std::string CudaFabrics::missing_code(c10::Device device) {
+  try {
+    const c10::cuda::CUDAGuard guard(device);
+    const cuda::CaptureTolerance tolerance;
+    const std::string why = cuda::missing_code();
+    if (why.empty()) return {};
+    const int32_t capability = cuda::device_facts(device.index()).compute_capability;
+    return c10::str("this build of echo has no kernels for its GPU (compute capability ", capability / 10, ".",
+                    capability % 10, "): ", why);
+  } catch (const std::exception& error) {  // the peers wait to hear of this rank, whatever it has to say
+    return error.what();
+  }
+}
+
+std::string_view CudaFabrics::vote_on_code(c10::Device device, const Member& member) {
+  if (const std::string* known = code_obstacle(device)) return *known;
+  StoreRounds rounds(member.store, "code/" + std::to_string(code_obstacles_.size()), member.rank, member.size,
+                     member.timeout, *member.reports);
+  std::string obstacle = rounds.exchange_failure(missing_code(device));
+  const std::lock_guard lock(mutex_);
+  return code_obstacles_.emplace(device.index(), std::move(obstacle)).first->second;
 }
 
 const CudaFabrics::Outcome& CudaFabrics::vote(c10::Device device, const Config& config, const Member& member) {
@@ -162,6 +194,8 @@ namespace {
 }  // namespace
 
 StreamOrder& CudaFabrics::order_of(c10::Device) { no_cuda(); }
+std::string CudaFabrics::missing_code(c10::Device) { no_cuda(); }
+std::string_view CudaFabrics::vote_on_code(c10::Device, const Member&) { no_cuda(); }
 const CudaFabrics::Outcome& CudaFabrics::vote(c10::Device, const Config&, const Member&) { no_cuda(); }
 wire::Receipt CudaFabrics::all_reduce(CudaFabric&, const wire::Call&, const c10::Stream&, bool) { no_cuda(); }
 std::pair<uint64_t, uint64_t> CudaFabrics::counters(const CudaFabric&) { no_cuda(); }

@@ -10,6 +10,7 @@
 #include <memory>
 #include <mutex>
 #include <string>
+#include <string_view>
 #include <utility>
 
 #include <c10/core/Device.h>
@@ -41,6 +42,14 @@ class CudaFabrics {
     std::shared_ptr<CudaFabric> fabric;
     std::string reason;
   };
+
+  // Why the kernels of this build do not run on this process's device, empty if they do.
+  static std::string missing_code(c10::Device device);
+
+  // Collective: the same for the devices of all ranks, found out once. Callers hold the group's issue lock.
+  std::string_view vote_on_code(c10::Device device, const Member& member);
+  // What that vote came to; nullptr where none was taken yet.
+  const std::string* code_obstacle(c10::Device device) const;
 
   // Of a device on which no call was made yet: nullptr.
   const Outcome* outcome(c10::Device device) const;
@@ -79,8 +88,9 @@ class CudaFabrics {
 
  private:
   mutable std::mutex mutex_;
-  std::map<c10::DeviceIndex, Outcome> outcomes_;  // entries never go
-  std::atomic<bool> any_{false};                  // a fabric exists
+  std::map<c10::DeviceIndex, std::string> code_obstacles_;  // entries never go, as in the next
+  std::map<c10::DeviceIndex, Outcome> outcomes_;
+  std::atomic<bool> any_{false};  // a fabric exists
 };
 
 }  // namespace echo::pg

@@ -12,7 +12,6 @@
 namespace echo::pg::cuda_vote {
 namespace {
 
-constexpr int32_t kOldestComputeCapability = 80;  // what the kernels are built for
 constexpr size_t kMostUuidChars = 64;
 
 // kGoodMark, the device memory's handle in hexadecimal digits, and that of the notice board.
@@ -25,8 +24,7 @@ std::string pair_of(size_t one, size_t two) { return "ranks " + std::to_string(o
 std::string write_introduction(c10::Device device) {
   const cuda::DeviceFacts facts = cuda::device_facts(device.index());
   std::ostringstream out;
-  out << kGoodMark << facts.uuid << " " << facts.compute_capability << " " << facts.multiprocessors << " "
-      << facts.is_mig;
+  out << kGoodMark << facts.uuid << " " << facts.multiprocessors << " " << facts.is_mig;
   return out.str();
 }
 
@@ -37,7 +35,7 @@ Introduction read_introduction(const std::string& text) {
     return it;
   }
   std::istringstream in(text.substr(1));
-  in >> it.device.uuid >> it.device.compute_capability >> it.device.multiprocessors >> it.device.is_mig;
+  in >> it.device.uuid >> it.device.multiprocessors >> it.device.is_mig;
   if (in.fail() || it.device.uuid.size() > kMostUuidChars || it.device.multiprocessors <= 0) {
     it.failure = "what it said of its device in the store cannot be read";
   }
@@ -50,9 +48,6 @@ std::string objection(const Processes& processes, const std::vector<Introduction
     const Introduction& it = ranks[rank];
     if (!it.failure.empty()) return "rank " + std::to_string(rank) + ": " + it.failure;
     if (it.device.is_mig) return "rank " + std::to_string(rank) + " has a MIG slice, which reaches no other device";
-    if (it.device.compute_capability < kOldestComputeCapability) {
-      return "the GPU of rank " + std::to_string(rank) + " is older than sm_80";
-    }
     for (size_t other = 0; other < rank; ++other) {
       const bool one_process = processes.pid(static_cast<int32_t>(other)) == processes.pid(static_cast<int32_t>(rank));
       if (one_process) return pair_of(other, rank) + " are one process";

@@ -17,7 +17,7 @@ namespace echo::pg::cuda_vote {
 
 constexpr char kGoodMark = '+';  // in front of a text that says what was asked for; any other tells a failure
 
-// What a rank says of its device in the first round: kGoodMark and four words.
+// What a rank says of its device in the first round: kGoodMark and three words.
 struct Introduction {
   std::string failure;  // why it knows nothing of itself
   cuda::DeviceFacts device;

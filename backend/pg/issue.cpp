@@ -47,6 +47,22 @@ std::string cause_of(const std::exception& error) {
   return torch_error != nullptr ? torch_error->what_without_backtrace() : error.what();
 }
 
+// For a handler: ends the group over a call that failed before anything of it ran, and throws. `refuses`: the call is
+// refused instead, on all ranks alike, and the group goes on.
+[[noreturn]] void fail_preparing(GroupCore& core, const CallName& what, bool refuses) {
+  constexpr const char* kPhase = "preparing the call";
+  try {
+    throw;
+  } catch (const pybind11::error_already_set&) {  // of a signal handler
+    core.aborting = true;                         // the peers are told, but not asked
+    fail_call(core, what, kPhase, "interrupted by a signal on this rank");
+    throw;
+  } catch (const std::exception& error) {
+    if (refuses) throw;
+    std::rethrow_exception(fail_call(core, what, kPhase, cause_of(error)));
+  }
+}
+
 }  // namespace
 
 // Callers hold the issue lock.
@@ -71,16 +87,9 @@ WorkPtr ProcessGroupEcho::issue(const at::Tensor& tensor, const CallOptions& opt
   QuantizedCall call;
   try {
     call = prepare(tensor, options, origin, lane);
-  } catch (const pybind11::error_already_set&) {  // of a signal handler
+  } catch (...) {
     lanes_->free(lane);
-    core_->aborting = true;  // the peers are told, but not asked
-    fail_call(*core_, what, "preparing the call", "interrupted by a signal on this rank");
-    throw;
-  } catch (const std::exception& error) {
-    lanes_->free(lane);
-    // Nothing was recorded: the call is refused, on all ranks alike, and the group goes on.
-    if (options.capture != 0) throw;
-    std::rethrow_exception(fail_call(*core_, what, "preparing the call", cause_of(error)));
+    fail_preparing(*core_, what, options.capture != 0);  // nothing was recorded
   }
   call.what = what;
   ++calls_;
@@ -178,6 +187,36 @@ void ProcessGroupEcho::choose_fabric(QuantizedCall& call, c10::Device device, mi
   call.inner = core_->wire.get(device);
 }
 
+CudaFabrics::Member ProcessGroupEcho::cuda_member(milliseconds timeout) const {
+  return {.store = store_,
+          .rank = getRank(),
+          .size = getSize(),
+          .timeout = timeout,
+          .reports = &core_->reports,
+          .observer = core_->observer};
+}
+
+// A build has no code for some GPUs, and those of one group may differ: all ranks are asked at the first call on a
+// device that would be quantized.
+std::string ProcessGroupEcho::agree_on_code(const at::Tensor& tensor, milliseconds timeout) {
+  const c10::Device device = tensor.device();
+  if (!device.is_cuda()) return {};
+  open_inner(device.type());
+  const std::lock_guard lock(issue_mutex_);
+  if (const std::string* known = core_->cuda_fabrics.code_obstacle(device)) return *known;
+  std::string obstacle;
+  try {
+    obstacle = core_->cuda_fabrics.vote_on_code(
+        device, cuda_member(timeout.count() > 0 ? timeout : milliseconds(timeout_ms_.load())));
+  } catch (...) {
+    fail_preparing(*core_, name_call(tensor), false);
+  }
+  if (!obstacle.empty() && getRank() == 0) {
+    emit_notice("group " + description() + ": all-reduces of CUDA tensors are forwarded: " + obstacle, "warning");
+  }
+  return obstacle;
+}
+
 void ProcessGroupEcho::take_vote(c10::Device device, milliseconds timeout) {
   const Config& config = core_->config;
   std::string reason;
@@ -186,15 +225,7 @@ void ProcessGroupEcho::take_vote(c10::Device device, milliseconds timeout) {
     core_->peer_fabric = core_->peer->fabric.get();
     reason = core_->peer->reason;
   } else {
-    reason = core_->cuda_fabrics
-                 .vote(device, config,
-                       {.store = store_,
-                        .rank = getRank(),
-                        .size = getSize(),
-                        .timeout = timeout,
-                        .reports = &core_->reports,
-                        .observer = core_->observer})
-                 .reason;
+    reason = core_->cuda_fabrics.vote(device, config, cuda_member(timeout)).reason;
   }
   TORCH_CHECK_WITH(DistBackendError, reason.empty() || config.fabric != "peer", "fabric='peer' was asked for, but ",
                    reason);

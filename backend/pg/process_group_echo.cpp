@@ -140,6 +140,9 @@ CallFacts ProcessGroupEcho::facts_of(const at::Tensor& tensor, std::string_view 
   facts.op = op;
   facts.dtype = dtype_name(tensor.scalar_type());
   facts.device_obstacle = device_obstacle(c10::DeviceTypeName(tensor.device().type(), /*lower_case=*/true));
+  if (const std::string* known = tensor.is_cuda() ? core_->cuda_fabrics.code_obstacle(tensor.device()) : nullptr) {
+    facts.device_obstacle = *known;
+  }
   facts.on_cuda = tensor.is_cuda();
   facts.numel = tensor.numel();
   facts.ndim = tensor.dim();
@@ -170,7 +173,12 @@ WorkPtr ProcessGroupEcho::allreduce(Tensors& tensors, const c10d::AllreduceOptio
   const uint64_t capture = current_capture(tensors[0].device());
   CallFacts facts = facts_of(tensors[0], op_name(options.reduceOp), origin, capture);
   facts.tensors = static_cast<int64_t>(tensors.size());
-  const Decision decision = decide(rules_, facts);
+  Decision decision = decide(rules_, facts);
+  if (decision.quantize && capture == 0) {
+    if (std::string obstacle = agree_on_code(tensors[0], options.timeout); !obstacle.empty()) {
+      decision = {.quantize = false, .reason = std::move(obstacle)};
+    }
+  }
   if (logs_calls()) log_call(tensors, facts.op, origin, decision);
   if (plan_check_ && capture == 0 && getSize() > 1) check_plan(tensors, decision);
   if (!decision.quantize) return allreduce_exact(tensors, options, decision.reason, origin);
@@ -259,6 +267,10 @@ WorkPtr ProcessGroupEcho::all_reduce_quantized(const at::Tensor& tensor, bool as
     }
     return c10::make_intrusive<WorkEcho>(std::move(completion), std::move(details));
   }
+  if (capture == 0) {
+    const std::string obstacle = agree_on_code(tensor, c10d::kUnsetTimeout);
+    TORCH_CHECK_VALUE(obstacle.empty(), "all_reduce got a tensor on ", tensor.device(), ": ", obstacle);
+  }
   return issue(tensor,
                {.async_op = async_op, .timeout = c10d::kUnsetTimeout, .direction = direction, .capture = capture},
                origin);
@@ -266,7 +278,12 @@ WorkPtr ProcessGroupEcho::all_reduce_quantized(const at::Tensor& tensor, bool as
 
 Decision ProcessGroupEcho::explain(const at::Tensor& tensor, const std::string& op) {
   const GilRelease no_gil;
-  return decide(rules_, facts_of(tensor, op, current_origin(), current_capture(tensor.device())));
+  CallFacts facts = facts_of(tensor, op, current_origin(), current_capture(tensor.device()));
+  std::string missing;
+  // Before the first call the other ranks' devices are not known.
+  if (facts.on_cuda && facts.device_obstacle.empty()) missing = CudaFabrics::missing_code(tensor.device());
+  if (!missing.empty()) facts.device_obstacle = missing;
+  return decide(rules_, facts);
 }
 
 void ProcessGroupEcho::new_pass(Direction direction) {

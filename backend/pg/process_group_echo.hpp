@@ -273,6 +273,9 @@ class ProcessGroupEcho : public c10d::Backend {
   StoreRounds rounds(const std::string& name, std::chrono::milliseconds timeout) const;
   void check_plan(const Tensors& tensors, const Decision& decision);
   void choose_fabric(QuantizedCall& call, c10::Device device, std::chrono::milliseconds timeout);
+  CudaFabrics::Member cuda_member(std::chrono::milliseconds timeout) const;
+  // Collective at the first call on a CUDA device: why its kernels cannot run on all ranks, empty if they can.
+  std::string agree_on_code(const at::Tensor& tensor, std::chrono::milliseconds timeout);
   void take_vote(c10::Device device, std::chrono::milliseconds timeout);
   void log_first_call(c10::Device device, int64_t state_bytes, const std::string& fabric);
   void warn_if_idle(int64_t passes);
