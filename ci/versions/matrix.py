@@ -14,6 +14,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import date
+from importlib.metadata import version
 from pathlib import Path
 
 import headers
@@ -33,7 +34,7 @@ class Failed(Exception):
 class Row:
     torch: str
     python: str
-    how: str  # "run" or "compile"
+    how: str  # "run", "compile" or "here"
     installed: str = ""
     build_s: float = 0
     smoke_s: float = 0
@@ -106,16 +107,31 @@ def run(row: Row) -> None:
     pip = (python, "-m", "pip", "--disable-pip-version-check", "install", "-q", "--no-build-isolation", "--no-deps")
     call(*pip, "--force-reinstall", ".", PATH=path, ECHO_CUDA="0", TORCH_DEVICE_BACKEND_AUTOLOAD="0")
     row.build_s = time.monotonic() - began
+    smoke(row, python)
+
+
+def run_here(row: Row) -> None:
+    """In the environment of this Python, with the torch that is there; ECHO_CUDA_ARCHS counts."""
+    chosen = {name: value for name, value in os.environ.items() if name == "ECHO_CUDA_ARCHS"}
+    began = time.monotonic()
+    pip = (sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "-q", "--no-build-isolation")
+    call(*pip, "--no-deps", "-e", ".", TORCH_DEVICE_BACKEND_AUTOLOAD="0", **chosen)
+    row.build_s = time.monotonic() - began
+    smoke(row, Path(sys.executable))
+    row.outcome += "".join(f", {name}={value}" for name, value in chosen.items())
+
+
+def smoke(row: Row, python: Path) -> None:
     with tempfile.TemporaryDirectory() as elsewhere:
         began = time.monotonic()
         output = call(python, ROOT / "ci/versions/smoke.py", cwd=Path(elsewhere))
     row.smoke_s = time.monotonic() - began
     if "deprecated" in output:  # C++ warns on stderr
         raise Failed(output)
-    summary = re.search(r"^torch (\S+), \w+: (\d+ checks passed)", output, re.M)
+    summary = re.search(r"^torch (\S+), (\w+): (\d+ checks passed)", output, re.M)
     if summary is None:
         raise Failed(output)
-    row.installed, row.outcome = summary[1], summary[2]
+    row.installed, row.outcome = summary[1], summary[3] if summary[2] == "cpu" else f"{summary[3]} on GPUs"
 
 
 def compile_only(row: Row) -> None:
@@ -171,14 +187,19 @@ def main() -> int:
     parser.add_argument("versions", nargs="*")
     parser.add_argument("--python", help="only the rows of this Python, as 3.11")
     parser.add_argument("--run", action="store_true", help="build and run the rows that are compiled otherwise")
+    parser.add_argument("--here", action="store_true", help="one row: this environment, with its torch")
     parser.add_argument("--record", action="store_true", help="write the rows into ci/baseline/matrix.json")
     arguments = parser.parse_args()
-    rows = chosen_rows(arguments.versions, arguments.python, arguments.run)
+    if arguments.here:
+        rows = [Row(version("torch").partition("+")[0], ".".join(map(str, sys.version_info[:2])), "here")]
+    else:
+        rows = chosen_rows(arguments.versions, arguments.python, arguments.run)
+    attempts = {"run": run, "compile": compile_only, "here": run_here}
     failed = 0
     for row in rows:
         print(f"== torch {row.torch}, Python {row.python}: {row.how}", flush=True)
         try:
-            (run if row.how == "run" else compile_only)(row)
+            attempts[row.how](row)
         except (Failed, headers.NoHeaders) as error:
             failed += 1
             row.outcome = "FAILED"
