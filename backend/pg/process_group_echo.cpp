@@ -259,6 +259,13 @@ WorkPtr ProcessGroupEcho::all_reduce_quantized(const at::Tensor& tensor, bool as
     }
     return c10::make_intrusive<WorkEcho>(std::move(completion), std::move(details));
   }
+  // With ECHO_OFF=1 the ranks did not even introduce themselves.
+  if (facts.exact || introductions().empty()) {
+    Tensors tensors{tensor};
+    c10d::AllreduceOptions options;
+    options.asyncOp = async_op;
+    return allreduce_exact(tensors, options, decide(rules_, facts).reason, origin);
+  }
   return issue(tensor,
                {.async_op = async_op, .timeout = c10d::kUnsetTimeout, .direction = direction, .capture = capture},
                origin);
