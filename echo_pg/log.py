@@ -80,8 +80,10 @@ def _first_quantized(p: dict[str, Any]) -> None:
 def _destroyed(p: dict[str, Any]) -> None:
     quantized = f"{p['calls_quantized']} calls quantized ({byte_size(p['bytes_quantized'])})"
     forwarded = f"{p['calls_forwarded']} forwarded ({byte_size(p['bytes_forwarded'])})"
-    # Programs make many groups, and most of some never carry an all-reduce.
-    level = logging.INFO if p["calls_quantized"] + p["calls_forwarded"] else logging.DEBUG
+    # Programs make many groups, and most of some never carry an all-reduce; where they make groups of one rank, each
+    # rank would have a line. A program of one rank wants to know.
+    silent = p["calls_quantized"] + p["calls_forwarded"] == 0 or (p["size"] == 1 and _several_ranks())
+    level = logging.DEBUG if silent else logging.INFO
     logger.log(level, "group %s ends: %s, %s%s", _name(p), quantized, forwarded, _because(p))
 
 
@@ -94,6 +96,11 @@ def _nothing_quantized(p: dict[str, Any]) -> None:
 
 def _notice(p: dict[str, Any]) -> None:
     logger.log(_SEVERITIES.get(p.get("level", "info"), logging.INFO), "%s", p["message"])
+
+
+def _several_ranks() -> bool:
+    launched = options.launched_ranks()
+    return launched is not None and launched[1] > 1
 
 
 def _name(p: dict[str, Any]) -> str:

@@ -2,6 +2,8 @@
 
 torchrun --nproc-per-node 4 examples/huggingface.py Qwen/Qwen3-8B "Why is the sky blue?"
 
+The number of ranks must divide the model's heads, those of keys and values, too.
+
 Echo leaves small tensors exact, because sending fewer bits of them saves no time: here a prompt of some hundred tokens
 is quantized, a short one and the single tokens written afterwards are not. ECHO_MIN_BYTES=0 quantizes them all.
 
@@ -9,24 +11,28 @@ What is written is then read once more, exact and quantized, so that the differe
 neither that nor anything else of echo_pg's.
 """
 
+import argparse
 import os
-import sys
 
 import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.distributed import DistributedConfig
 
+parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+parser.add_argument("model", help="name or folder of a model")
+parser.add_argument("prompt", help="text to go on from")
+args = parser.parse_args()
+
 if torch.cuda.is_available():
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
 dist.init_process_group("echo")  # before loading: otherwise transformers makes a group of its own choice
 
-name, prompt = sys.argv[1:]
 model = AutoModelForCausalLM.from_pretrained(
-    name, dtype=torch.bfloat16, distributed_config=DistributedConfig(tp_plan="auto")
+    args.model, dtype=torch.bfloat16, distributed_config=DistributedConfig(tp_plan="auto")
 )
-tokenizer = AutoTokenizer.from_pretrained(name)
-inputs = tokenizer(prompt, return_tensors="pt").to(model.device)
+tokenizer = AutoTokenizer.from_pretrained(args.model)
+inputs = tokenizer(args.prompt, return_tensors="pt").to(model.device)
 output = model.generate(**inputs, max_new_tokens=64, do_sample=False)
 
 # What follows only tells what happened.

@@ -1,13 +1,13 @@
 """Training a Hugging Face model whose own plan splits it over the ranks, its all-reduces carried by echo:
 
-torchrun --nproc-per-node 2 examples/huggingface_train.py [NAME OR FOLDER OF A MODEL]
+torchrun --nproc-per-node 2 examples/huggingface_train.py [MODEL]
 
-Without a name a small Llama with random weights is made. The same steps are done twice, first with every sum exact, so
-that the difference can be told; a real program needs neither that nor anything else of echo_pg's.
+Without a name a small Llama with random weights is made, for 2 or 4 ranks. The same steps are done twice, first with
+every sum exact, so that the difference can be told; a real program needs neither that nor anything else of echo_pg's.
 """
 
+import argparse
 import os
-import sys
 import tempfile
 
 import torch
@@ -18,6 +18,10 @@ from transformers.distributed import DistributedConfig
 import echo_pg
 
 STEPS, BATCH, LENGTH = 6, 16, 256
+
+parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+parser.add_argument("model", nargs="?", help="name or folder of a model")
+args = parser.parse_args()
 
 if torch.cuda.is_available():
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
@@ -55,7 +59,7 @@ def train(name: str) -> list[float]:
 with tempfile.TemporaryDirectory() as made:
     folders = [made]
     dist.broadcast_object_list(folders)  # all ranks read what the first one writes
-    name = sys.argv[1] if len(sys.argv) > 1 else small_llama(folders[0])
+    name = args.model or small_llama(folders[0])
     with echo_pg.exact():
         exact = train(name)
     losses = train(name)
@@ -67,6 +71,7 @@ if dist.get_rank() == 0:
         print(f"step {step}: loss {loss:.4f}, exact {other:.4f}")
     uncompressed = stats["bytes_quantized"] * 2 * (ranks - 1) / ranks  # what a ring sends per rank
     print(f"{stats['calls_quantized']} all-reduces sent {stats['wire_bytes'] / 2**20:.1f} MiB per rank", end=" ")
-    print(f"instead of {uncompressed / 2**20:.1f}: {100 * (1 - stats['wire_bytes'] / uncompressed):.0f} % saved")
+    saved = (uncompressed - stats["wire_bytes"]) / max(uncompressed, 1)
+    print(f"instead of {uncompressed / 2**20:.1f}: {100 * saved:.0f} % saved")
     print(f"last loss differs by {100 * abs(losses[-1] / exact[-1] - 1):.3f} % from the exact one")
 dist.destroy_process_group()

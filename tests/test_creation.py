@@ -196,7 +196,9 @@ def test_questions_about_other_groups_are_refused(gloo_alone):
     with pytest.raises(ValueError, match="direction='sideways' must be one of"):
         echo_pg.new_pass("sideways")
     nothing = echo_pg.stats()
-    assert nothing["calls_quantized"] == 0 and not any(nothing.values())
+    assert not any(count for name, count in nothing.items() if name not in ("forwarded", "passes", "sites"))
+    directions = {"forward": 0, "backward": 0, "recompute": 0}
+    assert (nothing["forwarded"], nothing["passes"], nothing["sites"]) == ({}, directions, directions)
 
 
 def test_questions_without_a_group():

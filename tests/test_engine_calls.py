@@ -1,5 +1,5 @@
 """echo_pg.all_reduce and new_pass as an inference engine calls them: a prompt and tokens, several groups, several calls
-under way; byte for byte as the reference says, whatever policy and min_bytes say."""
+under way; byte for byte as the reference says, whatever policy and min_bytes say, and exact where that is asked for."""
 
 from __future__ import annotations
 
@@ -59,3 +59,34 @@ def test_prompt_and_tokens_over_two_groups() -> None:
     for found, passes in outcomes:
         assert found == expected
         assert passes == [{"forward": len(PASSES), "backward": 0, "recompute": 0}] * 2
+
+
+def run_exact(rank: int, size: int) -> dict[str, int]:
+    """Sums in groups of the default options, at a size that the policy would quantize."""
+    import echo_pg
+
+    inner, group = dist.new_group(backend="gloo"), dist.new_group(backend="echo")
+    given = contribution(rank, 1 << 20, 1).view(-1, HIDDEN)
+    expected, block, outside, later = (given.clone() for _ in range(4))
+    dist.all_reduce(expected, group=inner)
+    with echo_pg.exact():
+        echo_pg.all_reduce(block, group)
+        echo_pg.all_reduce(later, group, async_op=True).wait()
+    assert block.equal(expected) and later.equal(expected)
+    assert echo_pg.stats(group)["calls_quantized"] == 0
+    echo_pg.all_reduce(outside, group)
+    return {
+        "same outside": outside.equal(expected),
+        "quantized": echo_pg.stats(group)["calls_quantized"],
+        **{reason: found["calls"] for reason, found in echo_pg.stats(group)["forwarded"].items()},
+    }
+
+
+def test_sums_in_an_exact_block_are_exact() -> None:
+    assert run_ranks(run_exact, 2) == 2 * [{"same outside": False, "quantized": 1, "exact()": 2}]
+
+
+def test_with_echo_off_every_sum_is_exact() -> None:
+    assert run_ranks(run_exact, 2, env={"ECHO_OFF": "1"}) == 2 * [
+        {"same outside": True, "quantized": 0, "policy off": 3}
+    ]

@@ -4,6 +4,7 @@ Installations that are broken in some way are made in a folder of their own, whi
 one.
 """
 
+import logging
 import os
 import re
 import shutil
@@ -164,6 +165,19 @@ def test_log_lines(capsys, monkeypatch):
     log.connect(extension)
     say("nothing_quantized", group)
     assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(("ranks", "lines"), [(4, 0), (1, 1)])
+def test_the_end_of_a_group_of_one_rank(capsys, monkeypatch, ranks, lines):
+    """In a program of several ranks each would have such a line."""
+    launched = {"RANK": 0, "WORLD_SIZE": ranks, "LOCAL_RANK": 0, "MASTER_ADDR": "localhost", "MASTER_PORT": 1}
+    for name, value in launched.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setattr(log.logger, "handlers", [log._Stderr()])
+    monkeypatch.setattr(log.logger, "level", logging.INFO)
+    counts = {"calls_quantized": 0, "bytes_quantized": 0, "calls_forwarded": 2, "bytes_forwarded": 10}
+    log.on_event("destroyed", {"group": "dp", "rank": 0, "size": 1, "reasons": [("group of one rank", 2)]} | counts)
+    assert capsys.readouterr().err.count("group of one rank") == lines
 
 
 def test_the_rebuild_command_names_this_python_and_the_source():

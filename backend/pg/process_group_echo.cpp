@@ -267,6 +267,13 @@ WorkPtr ProcessGroupEcho::all_reduce_quantized(const at::Tensor& tensor, bool as
     }
     return c10::make_intrusive<WorkEcho>(std::move(completion), std::move(details));
   }
+  // With ECHO_OFF=1 the ranks did not even introduce themselves.
+  if (facts.exact || introductions().empty()) {
+    Tensors tensors{tensor};
+    c10d::AllreduceOptions options;
+    options.asyncOp = async_op;
+    return allreduce_exact(tensors, options, decide(rules_, facts).reason, origin);
+  }
   if (capture == 0) {
     const std::string obstacle = agree_on_code(tensor, c10d::kUnsetTimeout);
     TORCH_CHECK_VALUE(obstacle.empty(), "all_reduce got a tensor on ", tensor.device(), ": ", obstacle);

@@ -39,6 +39,7 @@ ONLY_BY_NAME = {
     "test_all_to_all_single_unequal_split_full_group_cuda": "Only Nccl supports CUDA all_to_all_single",
     "test_all_to_all_single_unequal_split_group_cuda": "Only Nccl supports CUDA all_to_all_single",
     "test_barrier_timeout_full_group": "Only gloo backend supports timeouts",
+    "test_barrier_timeout_global": "Only gloo backend supports timeouts",
     "test_barrier_timeout_group": "Only gloo backend supports timeouts",
     "test_batch_isend_irecv_gloo": "GLOO Batch Send Recv CPU",
     "test_batch_isend_irecv_gloo_tags": "GLOO Batch Send Recv CPU",

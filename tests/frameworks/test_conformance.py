@@ -21,6 +21,7 @@ SELECTION = [
     "test_all_reduce_sum_complex",
     "test_barrier_full_group",
     "test_barrier_timeout_full_group",
+    "test_barrier_timeout_global",
     "test_batch_isend_irecv_gloo_tags",
     "test_broadcast_full_group",
     "test_ddp_create_graph",

@@ -240,7 +240,7 @@ def test_example() -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port"]
     done = subprocess.run([*command, str(free_port()), str(example)], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    saved = re.search(r"(\d+) all-reduces in 4 bits: ([\d.]+) of ([\d.]+) MiB saved", done.stdout)
+    saved = re.search(r"(\d+) all-reduces quantized: ([\d.]+) of ([\d.]+) MiB saved", done.stdout)
     difference = re.search(r"loss ([\d.]+), with the exact backend ([\d.]+), ([\d.]+)% apart", done.stdout)
     assert saved and difference, done.stdout
     # 12 steps of 2 layers, each with 2 sums forward and 5 backward, and of the output layer's input, backward.

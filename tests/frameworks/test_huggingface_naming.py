@@ -81,7 +81,7 @@ def test_the_example_that_writes(tmp_path: Path) -> None:
     width, words = 256, 256
     model = tiny_model(tmp_path, hidden_size=width, intermediate_size=512, max_position_embeddings=512)
     prompt = " ".join(f"w{i % 128}" for i in range(words))
-    text = torchrun("examples/huggingface.py", model, prompt, ECHO_MIN_BYTES="64KiB")
+    text = torchrun("examples/huggingface.py", model, prompt, ECHO_MIN_BYTES="64KiB", ECHO_LOG="info")
     assert "quantizing over 2 ranks" in text
     (line,) = (line for line in text.splitlines() if line.startswith(prompt))
     assert len(line.split()) == words + 64, "the prompt and what was written"

@@ -324,7 +324,12 @@ def test_example_under_the_launcher() -> None:
     """`python -m echo_pg run`: the program names another backend, as Megatron-LM's --distributed-backend does."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     program = ["-m", "echo_pg", "run", str(EXAMPLES / "megatron_core.py"), "--backend", "nccl", "--steps", "3"]
-    env = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    env = os.environ | {
+        "GLOO_SOCKET_IFNAME": "lo",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONWARNINGS": "ignore",
+        "ECHO_LOG": "info",
+    }
     done = subprocess.run(launcher + program, capture_output=True, text=True, timeout=200, env=env)
     assert done.returncode == 0, done.stderr
     differences = [float(text) for text in re.findall(r"([+-][0-9.]+) %", done.stdout)]

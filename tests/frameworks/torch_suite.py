@@ -24,12 +24,15 @@ for _known in tables.DistTestCases.backend_feature.values():
 tables.DistTestCases.backend_feature["plugin"].add("echo")
 
 # Its decorators read the tables when it is imported.
+from torch.testing._internal.distributed import distributed_test  # noqa: E402
 from torch.testing._internal.distributed.distributed_test import DistributedTest, TestDistBackend  # noqa: E402
 
 
 def _with_environment(environment: dict[str, str], target: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-    """The server has the environment of its own start, and the suite passes folders to its ranks by variables."""
+    """The server has the environment of its own start, and the suite passes folders to its ranks by variables; one of
+    them, where ranks meet that make their group anew, it reads when it is imported."""
     os.environ.update(environment)
+    distributed_test.INIT_METHOD = environment["INIT_METHOD"]
     target(*args, **kwargs)
 
 
