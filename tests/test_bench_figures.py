@@ -10,7 +10,7 @@ import pytest
 from matplotlib import pyplot
 
 from echo_pg.__main__ import main
-from echo_pg.bench import figures, figures_accuracy, figures_speed, results
+from echo_pg.bench import accuracy_results, figures, figures_accuracy, figures_speed, results, train_report
 from echo_pg.bench.cases import MIB
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -126,6 +126,21 @@ def test_differences_of_trainings_are_those_of_equal_seeds(closing) -> None:
     assert len(seeds) == 3
 
 
+def test_gaps_and_gains_are_those_that_the_tables_tell(closing) -> None:
+    scores = figures_accuracy.scores_of(ACCURACY)
+    axis = figures_accuracy.gap_closed(ACCURACY).axes[0]
+    for row, text, marker in (("4-bit default", "prose-heldout", "o"), ("paper 4-bit", "technical-tune", "s")):
+        share, _ = accuracy_results.gap_of(scores[row], text, scores)
+        drawn = [line.get_xdata()[0] for line in axis.lines if line.get_marker() == marker and len(line.get_xdata())]
+        assert any(value == pytest.approx(100 * share) for value in drawn), (row, drawn)
+
+    prefill, step = (results.read(BASELINE / f"bench_{what}_llama3_8b_h200x2.jsonl", what) for what in ("ttft", "step"))
+    heights = [bar.get_height() for bar in figures_speed.whole_model(prefill, step).axes[0].patches]
+    # docs/speed.md, "A whole model": S of the first run, plain and as shipped, for both loads of both phases.
+    expected = (1.047, 1.058, 1.026, 1.038, 1.019, 1.025, 1.012, 1.016)
+    assert heights == pytest.approx([100 * (gain - 1) for gain in expected], abs=0.05)
+
+
 # README's row, the row of `bench allreduce`, the row of `bench train`.
 _ROWS = (
     ("8 bits, plain", "echo8", None),
@@ -138,8 +153,6 @@ _ROWS = (
 
 @pytest.mark.parametrize(("label", "row", "trained"), _ROWS)
 def test_the_main_table_of_the_readme_is_of_the_records(label: str, row: str, trained: str | None) -> None:
-    from echo_pg.bench import accuracy_results, train_report
-
     line = next(text for text in (ROOT / "README.md").read_text().splitlines() if text.startswith(f"| {label} |"))
     cells = [cell.strip() for cell in line.strip("|").split("|")][2:]
     scores = figures_accuracy.scores_of(ACCURACY)
