@@ -1,4 +1,5 @@
-"""House rules that a script can check: which folder may include what, who reads the environment, how long files are.
+"""House rules that a script can check: which folder may include what, who reads the environment, how long files are,
+and where links lead (markdown_rules.py).
 
 Prints each breach as path:line: rule and exits with 1 if there is one.
 """
@@ -10,6 +11,8 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import NamedTuple
+
+import markdown_rules
 
 ROOT = Path(__file__).resolve().parent.parent
 MAX_LINES = 400
@@ -104,7 +107,11 @@ def breaches(name: str) -> list[str]:
 
 
 def main() -> int:
-    found = [breach for name in tracked_files() for breach in breaches(name)]
+    tracked = tracked_files()
+    found = [breach for name in tracked for breach in breaches(name)]
+    for name in tracked:
+        if name.endswith(".md"):
+            found += markdown_rules.breaches(name, lambda path: (ROOT / path).read_text(encoding="utf-8"), tracked)
     for breach in found:
         print(breach)
     return 1 if found else 0

@@ -156,7 +156,7 @@ def test_plots_are_drawn_per_dtype_and_number_of_ranks(tmp_path):
 def test_without_matplotlib_the_extra_is_named(monkeypatch, tmp_path, capsys):
     results.append(tmp_path / "some.jsonl", some_records())
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert main(["bench", "allreduce", "--report-only", str(tmp_path / "some.jsonl")]) == 0
+    assert main(["bench", "allreduce", "--report-only", str(tmp_path / "some.jsonl"), "--out", str(tmp_path)]) == 0
     output = capsys.readouterr().out
     assert "echo-pg[bench]" in output and results.table(some_records()) in output
     assert list(tmp_path.glob("*.png")) == []

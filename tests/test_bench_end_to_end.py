@@ -57,7 +57,7 @@ def test_first_tokens_from_end_to_end(tmp_path: Path, capfd: pytest.CaptureFixtu
     assert plot.read_bytes().startswith(b"\x89PNG")
     told = capfd.readouterr().out
     assert "reachable" in told and "x at 50 %" in told and "itself, a second time" in told and "rest ms" in told
-    assert main(["bench", "ttft", "--report-only", str(path)]) == 0
+    assert main(["bench", "ttft", "--report-only", str(path), "--out", str(tmp_path)]) == 0
     assert 'id="ttft"' in page.page(page.collect(tmp_path), tmp_path, draws=False)
 
 
@@ -73,7 +73,7 @@ def run_steps(rank: int, size: int, folder: str) -> None:
 def test_steps_from_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run_ranks(run_steps, 2, str(tmp_path), backend=None, timeout=120)
     path = tmp_path / "steps.jsonl"
-    assert main(["bench", "step", "--report-only", str(path)]) == 0
+    assert main(["bench", "step", "--report-only", str(path), "--out", str(tmp_path)]) == 0
     assert "training step: 2 x 32 tokens" in capsys.readouterr().out
     steps = {r["row"]: r for r in results.read(path, "step") if r["phase"] == "step"}
     assert set(steps) == {"gloo", "no-op", "echo4", "paper"}
@@ -168,7 +168,9 @@ def test_a_run_that_was_killed_is_shown_as_far_as_it_came(tmp_path: Path, capsys
     )
     path = tmp_path / "killed.jsonl"
     results.append(path, alone)
-    assert main(["bench", "step", "--report-only", str(path)]) == 0 and not list(tmp_path.glob("*.png"))
+    assert main(["bench", "step", "--report-only", str(path), "--out", str(tmp_path)]) == 0 and not list(
+        tmp_path.glob("*.png")
+    )
     assert "all-reduce of 1.0 KiB alone" in capsys.readouterr().out
     results.append(path, first + second)  # round by round
     whole = {(r["phase"], r["row"]): r for r in end_to_end_report.whole(results.read(path, "step"))}

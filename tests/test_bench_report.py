@@ -34,6 +34,29 @@ def test_every_record_kept_in_the_repository_can_be_shown(tmp_path: Path) -> Non
     assert all(f'id="{bench}"' in made for bench in found)
 
 
+@pytest.mark.parametrize(
+    ("bench", "name"),
+    (
+        ("accuracy", "bench_accuracy_cpu_2_cores"),
+        ("allreduce", "bench_allreduce_cpu_2_cores"),
+        ("step", "bench_step_llama3_8b_h200x2"),
+        ("tasks", "tasks_cpu_2_cores"),
+        ("theory", "theory_cpu_2_cores"),
+        ("train", "train_small_cpu_2_cores"),
+    ),
+)
+def test_a_run_shown_again_is_drawn_where_it_is_told_and_not_beside_its_records(
+    bench: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    records = tmp_path / "records" / f"{name}.jsonl"
+    records.parent.mkdir()
+    records.write_bytes((BASELINE / records.name).read_bytes())
+    monkeypatch.chdir(tmp_path)
+    assert main(["bench", bench, "--report-only", str(records)]) == 0
+    assert list(records.parent.iterdir()) == [records]
+    assert {path.suffix for path in (tmp_path / "bench-out").iterdir()} == {".png"}
+
+
 @pytest.mark.parametrize("content", ["", "[1, 2", '{"bench": "unheard of"}'])
 def test_nothing_to_show(content: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "some.json").write_text(content or "{}")

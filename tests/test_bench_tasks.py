@@ -61,7 +61,7 @@ def test_from_end_to_end_and_again(tmp_path: Path, capsys: pytest.CaptureFixture
     added = [record["row"] for record in results.read(path, "tasks")[6:]]
     assert path.read_text().startswith(before) and added == ["4-bit default"] * 2, "the other rows were there already"
 
-    assert main(["bench", "tasks", "--report-only", str(path)]) == 0
+    assert main(["bench", "tasks", "--report-only", str(path), "--out", str(tmp_path)]) == 0
     told = capsys.readouterr().out
     assert "next_words, 12 documents, 0 examples" in told and "switched off" in told and PLAIN in told
     assert (tmp_path / "tasks-cpu-0.png").read_bytes().startswith(b"\x89PNG")

@@ -10,6 +10,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
 
 import pytest
@@ -46,6 +47,22 @@ dist.destroy_process_group()
 # --------------------------------------------------------------------------------------------------------
 def test_versions_agree():
     assert re.search(r'^version = "(.+)"', (ROOT / "pyproject.toml").read_text(), re.M)[1] == echo_pg.__version__
+
+
+def test_a_source_distribution_holds_what_it_is_built_from(tmp_path):
+    source = tmp_path / "source"
+    unbuilt = shutil.ignore_patterns("*.so", "__pycache__", "_build_info.py")
+    for name in ("backend", "docs", "echo_pg"):
+        shutil.copytree(ROOT / name, source / name, ignore=unbuilt)
+    for name in ("setup.py", "pyproject.toml", "MANIFEST.in", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source / name)
+    expected = {str(path.relative_to(source)) for path in source.rglob("*") if path.is_file()}
+    command = [sys.executable, "setup.py", "-q", "sdist", "--formats=tar", "--dist-dir", str(tmp_path)]
+    done = subprocess.run(command, cwd=source, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    with tarfile.open(next(tmp_path.glob("*.tar"))) as archive:
+        inside = {name.partition("/")[2] for name in archive.getnames()}
+    assert expected - inside == set()
 
 
 def test_importing_the_package_does_not_import_torch():

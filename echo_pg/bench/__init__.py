@@ -18,5 +18,5 @@ ttft, step: what it is worth to a whole model, without and with other traffic on
     the background) · end_to_end_rank (what a rank does) · end_to_end_report (what follows from times, tables, plots)
 hooks, recompute: what telling passes apart costs; what activation checkpointing changes.
     transformer (the small model of both, and the text and optimizer of train)
-report: all of it on one page (page).
+report: all of it on one page (page); the plots of README and docs/ (figures: figures_speed, figures_accuracy).
 """

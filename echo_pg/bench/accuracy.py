@@ -65,7 +65,7 @@ def main(chosen: argparse.Namespace) -> int:
     try:
         if chosen.report_only is not None:
             made = results.read(chosen.report_only, "accuracy")
-            return accuracy_results.show(made, chosen.report_only, chosen.report_only.parent)
+            return accuracy_results.show(made, chosen.report_only, chosen.out)
         plan = make_plan(chosen)
         if chosen.list:
             print("\n".join(f"{row.name:48} {', '.join(row.sets)}" for row in plan["rows"]))

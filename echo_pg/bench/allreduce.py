@@ -38,7 +38,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--iterations", type=int, help="measured ones; default 20 on CPU, 80 on CUDA")
     parser.add_argument("--warmup", type=int, help="iterations before them; default 3 on CPU, 30 on CUDA")
     parser.add_argument("--commit", default="", help="what to record where the checkout has no git")
-    parser.add_argument("--out", type=Path, metavar="DIR", help="for JSON lines and plots; default bench-out")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("bench-out"),
+        metavar="DIR",
+        help="for JSON lines and plots; default %(default)s",
+    )
     parser.add_argument(
         "--report-only", type=Path, metavar="FILE.jsonl", help="measure nothing, show what was measured"
     )
@@ -52,10 +58,10 @@ def main(chosen: argparse.Namespace) -> int:
     """0 if all went well, 1 if a rank or a check failed, 2 for arguments that make no sense."""
     try:
         if chosen.report_only is not None:
-            return _show(results.read(chosen.report_only), chosen.report_only, chosen.out or chosen.report_only.parent)
+            return _show(results.read(chosen.report_only), chosen.report_only, chosen.out)
         launched = options.launched_ranks()
         plan = _plan(chosen, launched)
-        out = chosen.out or Path("bench-out")
+        out = chosen.out
         out.mkdir(parents=True, exist_ok=True)
     except (ValueError, ImportError, OSError) as error:
         print(f"bench allreduce: {error}", file=sys.stderr)

@@ -106,7 +106,7 @@ class Command:
         try:
             if chosen.report_only is not None:
                 made = results.read(chosen.report_only, self.name)
-                return end_to_end_report.show(made, chosen.report_only, chosen.report_only.parent)
+                return end_to_end_report.show(made, chosen.report_only, chosen.out)
             launched = options.launched_ranks()
             plan = make_plan(self.name, chosen, launched)
             chosen.out.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,5 @@
-"""The command `python -m echo_pg bench report`: one page of HTML, plots inside, from the records of all benches.
+"""The command `python -m echo_pg bench report`: one page of HTML, plots inside, from the records of all benches; or,
+with --plots, the plots of README and docs/ alone.
 
 A bench gets a section by one entry in SECTIONS; a section without records is left out. Records are found in the files
 *.jsonl (one record a line) and *.json (a record, or a list of them) of a folder, by their field "bench".
@@ -23,6 +24,7 @@ from . import (
     accuracy_plot,
     accuracy_results,
     end_to_end_report,
+    figures,
     plot,
     recompute,
     results,
@@ -111,10 +113,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = "One self-contained HTML page from the records of all benches."
     parser.add_argument("--data", type=Path, default=Path("ci/baseline"), metavar="DIR", help="default %(default)s")
     parser.add_argument("--out", type=Path, default=Path("bench-out/report.html"), metavar="FILE.html")
+    parser.add_argument(
+        "--plots", type=Path, metavar="DIR", help="write the plots of README and docs/ there as SVG, and no page"
+    )
 
 
 def main(chosen: argparse.Namespace) -> int:
     """0 if the page was written, 2 if there is nothing to write it from."""
+    if chosen.plots is not None:
+        return write_plots(chosen.data, chosen.plots)
     try:
         found = collect(chosen.data)
         if not found:
@@ -130,6 +137,23 @@ def main(chosen: argparse.Namespace) -> int:
         print(problem)
     print(chosen.out)
     return 0
+
+
+def write_plots(data: Path, folder: Path) -> int:
+    """0 if every plot was written, 2 if one could not be."""
+    if problem := plot.why_not():
+        print(f"bench report: {problem}", file=sys.stderr)
+        return 2
+    try:
+        written, left_out = figures.write(data, folder)
+    except (ValueError, OSError) as error:
+        print(f"bench report: {error}", file=sys.stderr)
+        return 2
+    for path in written:
+        print(path)
+    for reason in left_out:
+        print(f"bench report: no plot {reason}", file=sys.stderr)
+    return 2 if left_out else 0
 
 
 def collect(folder: Path) -> dict[str, dict[str, list[Record]]]:

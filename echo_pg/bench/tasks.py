@@ -61,7 +61,7 @@ def main(chosen: argparse.Namespace) -> int:
     try:
         if chosen.report_only is not None:
             made = results.read(chosen.report_only, "tasks")
-            return tasks_report.show(made, chosen.report_only, chosen.report_only.parent)
+            return tasks_report.show(made, chosen.report_only, chosen.out)
         plan = make_plan(chosen)
         if chosen.list:
             print("\n".join(f"{task.name:20} {_shots(task)}" for task in plan["tasks"]))

@@ -204,10 +204,10 @@ def _draw_campaign(made: list[Record], path: Path) -> Path:
         ]
         if first["row"] == BASELINE or not pairs or first["lr"] != held_against[0]["lr"]:
             continue
-        middle = _smooth([statistics.fmean(values) for values in zip(*pairs, strict=False)])
+        middle = smooth([statistics.fmean(values) for values in zip(*pairs, strict=False)])
         right.plot(steps[: len(middle)], middle, label=label, linewidth=1.5, **style)
         if len(pairs) > 1:
-            spread = _smooth([statistics.stdev(values) for values in zip(*pairs, strict=False)])
+            spread = smooth([statistics.stdev(values) for values in zip(*pairs, strict=False)])
             low, high = ([m + sign * s for m, s in zip(middle, spread, strict=True)] for sign in (-1, 1))
             right.fill_between(steps[: len(middle)], low, high, alpha=0.12, linewidth=0, color=style["color"])
     left.set(xlabel="step", ylabel="training loss, nats per byte", title="loss")
@@ -227,6 +227,6 @@ def _draw_campaign(made: list[Record], path: Path) -> Path:
     return path
 
 
-def _smooth(values: list[float], width: int = 9) -> list[float]:
+def smooth(values: list[float], width: int = 9) -> list[float]:
     half = width // 2
     return [statistics.fmean(values[max(0, i - half) : i + half + 1]) for i in range(len(values))]
