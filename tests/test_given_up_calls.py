@@ -198,6 +198,43 @@ def test_a_profiled_message_that_was_interrupted_breaks_nothing_at_its_limit(sen
     assert run_ranks(run_profiled_beyond_the_limit, 2, sends) == ([2.0, 2.0] if sends else [3.0, 3.0])
 
 
+def give_up(name: str, group: Any) -> Any:
+    """A Work that is still under way after a call was given up: the next one's, to which nobody comes, or its own."""
+    if name == "recv":
+        work = dist.irecv(row(), 1, group=group)
+        assert seconds_to_ctrl_c(work.wait) < 1
+        return work
+    assert seconds_to_ctrl_c(lambda: LATE[name].start(rows()[: LATE[name].outputs], group)) < 1
+    return dist.all_reduce(row(), group=group, async_op=True)
+
+
+def run_end(rank: int, size: int, name: str) -> float:
+    """How long the end of a group takes after a call was given up that has taken place."""
+    group = patient_group("peer")
+    dist.all_reduce(row(), group=group)
+    held_work = give_up(name, group) if rank == 0 else None
+    dist.barrier()
+    if rank == 1 and name != "recv":
+        come_late(name, group)
+    dist.barrier()
+    if rank == 1:  # which keeps its connections meanwhile
+        dist.barrier()
+        return 0.0
+    time.sleep(0.5)
+    start = time.monotonic()
+    dist.destroy_process_group(group)
+    del group
+    seconds = time.monotonic() - start
+    dist.barrier()
+    del held_work
+    return seconds
+
+
+@pytest.mark.parametrize("name", ["all_gather", "reduce_scatter", "recv"])
+def test_the_end_of_a_group_waits_for_nothing_once_a_call_was_given_up(name: str) -> None:
+    assert run_ranks(run_end, 2, name)[0] < 1
+
+
 # ---- limits and abort() ---------------------------------------------------------------------------------------------
 
 

@@ -46,19 +46,19 @@ bool has_ended(c10d::Work& message) {
 void ForwardedCalls::leave(WorkPtr collective) {
   const std::lock_guard lock(mutex_);
   left_.collectives.push_back(std::move(collective));
-  any_ = true;
+  any_ = gave_up = true;
 }
 
 void ForwardedCalls::leave_message(WorkPtr message) {
   const std::lock_guard lock(mutex_);
   left_.messages.push_back(std::move(message));
-  any_ = true;
+  any_ = gave_up = true;
 }
 
 void ForwardedCalls::leave_thread(std::future<void> running) {
   const std::lock_guard lock(mutex_);
   left_.threads.push_back(std::move(running));
-  any_ = true;
+  any_ = gave_up = true;
 }
 
 ForwardedCalls::Left ForwardedCalls::take_ended() {
@@ -93,18 +93,16 @@ void ForwardedCalls::look_at_messages() {
   any_ = !left_.empty();
 }
 
-bool ForwardedCalls::take_waiting(std::vector<WorkPtr>& kept) {
-  take_ended();
+std::vector<WorkPtr> ForwardedCalls::take_kept() {
   Left left;
   {
     const std::lock_guard lock(mutex_);
     left = std::exchange(left_, {});
     any_ = false;
   }
-  const bool waits = !left.empty();
-  kept = std::move(left.collectives);
+  std::vector<WorkPtr> kept = std::move(left.collectives);
   std::move(left.messages.begin(), left.messages.end(), std::back_inserter(kept));
-  return waits;
+  return kept;
 }
 
 }  // namespace echo::pg

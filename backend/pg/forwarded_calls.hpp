@@ -1,5 +1,5 @@
 // What the Works of a group's forwarded CPU calls share with it. They may outlive the group, and keep nothing else of
-// it: above all the calls that were given up by Ctrl-C, which its end must not wait for.
+// it: above all the calls that were given up by Ctrl-C.
 #pragma once
 
 #include <atomic>
@@ -18,6 +18,8 @@ class ForwardedCalls {
   using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 
   std::atomic<int64_t> timeout_ms{0};  // of calls that bring none
+  // Any call ever: the end of the group waits for none then, since later ones may queue behind it.
+  std::atomic<bool> gave_up{false};
 
   // Gives up a call in which the inner backend still waits. Until it has ended it is kept: a peer that comes finds the
   // tensors in their place. Of these ways the first is for collectives, whose isCompleted() tells when that is; the
@@ -30,9 +32,8 @@ class ForwardedCalls {
   // are looked at once in kMessagePeriod, for kMessageLook each.
   void drop_ended();
 
-  // For the end of the group: whether the inner backend still waits in a call that was given up. What has ended by now
-  // is dropped, the rest is moved to `kept`, to be destroyed after the inner backend.
-  bool take_waiting(std::vector<WorkPtr>& kept);
+  // What is kept by now, to be destroyed after the inner backend.
+  std::vector<WorkPtr> take_kept();
 
   static constexpr std::chrono::milliseconds kMessagePeriod{1000};
   static constexpr std::chrono::milliseconds kMessageLook{2};

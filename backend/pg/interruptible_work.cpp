@@ -71,7 +71,7 @@ class InterruptibleMessage : public InterruptibleWork {
     bool interrupted = false;
     try {
       const bool received = unless_interrupted([&] { return in_one ? wait_in_one(timeout) : wait_in_slices(timeout); },
-                                               [&] { interrupted = given_up_ = true; });
+                                               [&] { interrupted = given_up_ = calls_->gave_up = true; });
       done_ = true;
       return received;
     } catch (...) {

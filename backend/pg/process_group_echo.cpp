@@ -69,8 +69,7 @@ ProcessGroupEcho::~ProcessGroupEcho() {
   worker_->stop(false, std::chrono::seconds(1));
   core_->wire.tear_down();
   BackendsByDevice inner = inner_.take_all();
-  std::vector<WorkPtr> left;
-  if (core_->forwarded->take_waiting(left)) leave_to_thread(std::move(inner), std::move(left));
+  if (core_->forwarded->gave_up) leave_to_thread(std::move(inner), core_->forwarded->take_kept());
 }
 
 std::string_view dtype_name(at::ScalarType dtype) {
