@@ -10,6 +10,8 @@
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
 #include "delegating_work.hpp"
+#include "forwarded_calls.hpp"
+#include "signals.hpp"
 #include "watched_wait.hpp"
 
 namespace echo::pg {
@@ -19,20 +21,19 @@ class ForwardedWork : public DelegatingWork {
   // Throws the error to raise in place of the one under way.
   using Rename = std::function<void(const std::string& cause)>;
 
-  // `leave` is called where nobody waits any more for what Gloo still waits in.
-  ForwardedWork(int rank, c10::intrusive_ptr<c10d::Work> inner, std::shared_ptr<const Processes> processes,
-                Rename rename, std::function<void()> leave)
+  // Keeps of its group `calls` alone: without its processes, after its end, no exit of them ends a wait.
+  ForwardedWork(int rank, c10::intrusive_ptr<c10d::Work> inner, std::weak_ptr<const Processes> processes, Rename rename,
+                std::shared_ptr<ForwardedCalls> calls)
       : DelegatingWork(rank, c10d::OpType::ALLREDUCE, std::move(inner)),
         processes_(std::move(processes)),
         rename_(std::move(rename)),
-        leave_(std::move(leave)) {}
+        calls_(std::move(calls)) {}
 
   bool wait(std::chrono::milliseconds timeout) override {
     std::string exited;
     try {
-      exited = wait_while_all_live(*inner_, *processes_, timeout);
-    } catch (const pybind11::error_already_set&) {  // of a signal handler
-      leave_();
+      exited = unless_interrupted([&] { return wait_for_inner(timeout); }, [&] { calls_->leave(inner_); });
+    } catch (const pybind11::error_already_set&) {
       throw;
     } catch (const c10::DistError& error) {
       if (!inner_->isCompleted()) throw;  // only the caller's own limit is over
@@ -44,7 +45,7 @@ class ForwardedWork : public DelegatingWork {
       rename_(error.what());
     }
     if (!exited.empty()) {
-      leave_();
+      calls_->leave(inner_);
       rename_(exited);
     }
     return true;
@@ -53,9 +54,15 @@ class ForwardedWork : public DelegatingWork {
   void blockCurrentStream() override { wait(kNoTimeout); }
 
  private:
-  const std::shared_ptr<const Processes> processes_;
+  std::string wait_for_inner(std::chrono::milliseconds timeout) {
+    if (const auto processes = processes_.lock()) return wait_while_all_live(*inner_, *processes, timeout);
+    wait_with_signals(*inner_, timeout);
+    return {};
+  }
+
+  const std::weak_ptr<const Processes> processes_;
   const Rename rename_;
-  const std::function<void()> leave_;
+  const std::shared_ptr<ForwardedCalls> calls_;
 };
 
 }  // namespace echo::pg

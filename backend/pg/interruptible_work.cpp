@@ -1,8 +1,10 @@
 #include "interruptible_work.hpp"
 
 #include <algorithm>
-#include <future>
+#include <atomic>
+#include <mutex>
 #include <optional>
+#include <string>
 #include <thread>
 #include <utility>
 
@@ -12,7 +14,6 @@
 #include <pybind11/pybind11.h>
 
 #include "delegating_work.hpp"
-#include "quantized_call.hpp"
 #include "signals.hpp"
 #include "waker.hpp"
 #include "watched_wait.hpp"
@@ -24,27 +25,20 @@ using std::chrono::milliseconds;
 using Clock = std::chrono::steady_clock;
 using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 
-constexpr milliseconds kLook{200};
-
 class InterruptibleWork : public DelegatingWork {
  public:
-  InterruptibleWork(c10d::OpType type, WorkPtr inner, std::shared_ptr<GroupCore> core)
-      : DelegatingWork(-1, type, std::move(inner)), core_(std::move(core)) {}
+  InterruptibleWork(c10d::OpType type, WorkPtr inner, std::shared_ptr<ForwardedCalls> calls)
+      : DelegatingWork(-1, type, std::move(inner)), calls_(std::move(calls)) {}
 
   void synchronize() override { inner_->synchronize(); }
   void blockCurrentStream() override { inner_->blockCurrentStream(); }
 
   bool wait(milliseconds timeout) override {
-    try {
-      return wait_with_signals(*inner_, timeout);
-    } catch (const pybind11::error_already_set&) {  // of a signal handler
-      core_->leave(inner_);
-      throw;
-    }
+    return unless_interrupted([&] { return wait_with_signals(*inner_, timeout); }, [&] { calls_->leave(inner_); });
   }
 
  protected:
-  const std::shared_ptr<GroupCore> core_;
+  const std::shared_ptr<ForwardedCalls> calls_;
 };
 
 // A send or receive. Where its wait runs out of time Gloo breaks every connection of the group, so slices end by
@@ -52,6 +46,11 @@ class InterruptibleWork : public DelegatingWork {
 class InterruptibleMessage : public InterruptibleWork {
  public:
   using InterruptibleWork::InterruptibleWork;
+
+  // From here on nobody can wait for it any more, and only its end frees its tensor.
+  ~InterruptibleMessage() override {
+    if (given_up_ && !done_) calls_->leave_message(inner_);
+  }
 
   // As Gloo has it, a message is complete only when it has been waited for.
   bool isCompleted() override { return done_; }
@@ -67,20 +66,16 @@ class InterruptibleMessage : public InterruptibleWork {
   bool wait(milliseconds timeout) override {
     // Before the message can fail: where no thread can be had for it, the message is as it was.
     std::optional<Waker::Watch> watch;
-    if (!profiled_) watch.emplace(*inner_);
+    const bool in_one = profiled_;
+    if (!in_one) watch.emplace(*inner_);
+    bool interrupted = false;
     try {
-      const bool received = profiled_ ? wait_in_one(timeout) : wait_in_slices(timeout);
+      const bool received = unless_interrupted([&] { return in_one ? wait_in_one(timeout) : wait_in_slices(timeout); },
+                                               [&] { interrupted = given_up_ = calls_->gave_up = true; });
       done_ = true;
       return received;
-    } catch (const pybind11::error_already_set&) {  // of a signal handler
-      core_->leave(inner_);
-      throw;
     } catch (...) {
-      {
-        const std::lock_guard lock(error_mutex_);
-        error_ = std::current_exception();
-      }
-      done_ = true;
+      if (!interrupted) fail(std::current_exception());
       throw;
     }
   }
@@ -97,16 +92,29 @@ class InterruptibleMessage : public InterruptibleWork {
       }
       if (aborted_.exchange(false)) return false;  // by the caller
       run_signal_handlers();
-      if (limit == kNoTimeout) limit = milliseconds(core_->inner_timeout_ms.load());
+      if (limit == kNoTimeout) limit = milliseconds(calls_->timeout_ms.load());
       left = std::max(limit - std::chrono::duration_cast<milliseconds>(Clock::now() - start), milliseconds(1));
     }
   }
 
-  // The profiler takes the end of the first slice for that of the message.
+  // The profiler takes the end of the first slice for that of the message, so Ctrl-C alone ends one: a thread that
+  // waited on until the time-out would break the connections then.
   bool wait_in_one(milliseconds timeout) {
     const auto received = std::make_shared<std::atomic<bool>>(false);
-    run_on_thread([inner = inner_, timeout, received] { *received = inner->wait(timeout); }, [] {});
+    run_on_thread([inner = inner_, timeout, received] { *received = inner->wait(timeout); },
+                  [&](std::future<void> running) {
+                    inner_->abort();
+                    running.wait();
+                    done_ = received->load();
+                    profiled_ = false;
+                  });
     return *received;
+  }
+
+  void fail(std::exception_ptr error) {
+    const std::lock_guard lock(error_mutex_);
+    error_ = std::move(error);
+    done_ = true;
   }
 
   // Gloo names the limit of the last slice.
@@ -119,7 +127,8 @@ class InterruptibleMessage : public InterruptibleWork {
     throw std::runtime_error(text);
   }
 
-  const bool profiled_ = at::hasCallbacks();
+  std::atomic<bool> profiled_{at::hasCallbacks()};
+  std::atomic<bool> given_up_{false};
   std::atomic<bool> done_{false};
   std::atomic<bool> aborted_{false};
   mutable std::mutex error_mutex_;
@@ -132,7 +141,8 @@ class InterruptibleLambda : public InterruptibleWork {
   using InterruptibleWork::InterruptibleWork;
 
   bool wait(milliseconds timeout) override {
-    run_on_thread([inner = inner_, timeout] { inner->wait(timeout); }, [this] { core_->leave(inner_); });
+    run_on_thread([inner = inner_, timeout] { inner->wait(timeout); },
+                  [this](std::future<void> running) { calls_->leave_thread(std::move(running)); });
     return true;
   }
 };
@@ -145,17 +155,12 @@ class ReduceScatterWork : public c10d::Work {
     at::Tensor output;
   };
 
-  ReduceScatterWork(std::vector<Part> parts, std::shared_ptr<GroupCore> core)
-      : parts_(std::move(parts)), core_(std::move(core)) {}
+  ReduceScatterWork(std::vector<Part> parts, std::shared_ptr<ForwardedCalls> calls)
+      : parts_(std::move(parts)), calls_(std::move(calls)) {}
 
   bool wait(milliseconds /*timeout*/) override {  // which Gloo's ignores, too
     for (const Part& part : parts_) {
-      try {
-        wait_with_signals(*part.sum);
-      } catch (const pybind11::error_already_set&) {  // of a signal handler
-        core_->leave(part.sum);
-        throw;
-      }
+      unless_interrupted([&] { return wait_with_signals(*part.sum); }, [&] { calls_->leave(part.sum); });
       part.output.copy_(part.share);
     }
     return true;
@@ -163,7 +168,7 @@ class ReduceScatterWork : public c10d::Work {
 
  private:
   const std::vector<Part> parts_;
-  const std::shared_ptr<GroupCore> core_;
+  const std::shared_ptr<ForwardedCalls> calls_;
 };
 
 bool fits(const at::Tensor& output, const at::Tensor& input, int64_t ranks) {
@@ -177,36 +182,31 @@ bool fits(const at::Tensor& output, const at::Tensor& input, int64_t ranks) {
 
 }  // namespace
 
-void run_on_thread(std::function<void()> inner, const std::function<void()>& leave) {
+void run_on_thread(std::function<void()> inner, const std::function<void(std::future<void>)>& leave) {
   std::packaged_task<void()> task([inner = std::move(inner), state = at::ThreadLocalState()] {
     const at::ThreadLocalStateGuard guard(state);
     inner();
   });
   std::future<void> done = task.get_future();
   std::thread(std::move(task)).detach();
-  while (done.wait_for(kLook) != std::future_status::ready) {
-    try {
-      run_signal_handlers();
-    } catch (...) {
-      leave();
-      throw;
-    }
+  while (done.wait_for(kSignalPeriod) != std::future_status::ready) {
+    unless_interrupted(run_signal_handlers, [&] { leave(std::move(done)); });
   }
   done.get();
 }
 
-WorkPtr make_interruptible(WorkPtr work, const std::shared_ptr<GroupCore>& core) {
+WorkPtr make_interruptible(WorkPtr work, const std::shared_ptr<ForwardedCalls>& calls) {
   if (!work) return work;
   const c10d::OpType type = work->retrieveOpType();
-  if (c10d::isP2POp(type)) return c10::make_intrusive<InterruptibleMessage>(type, std::move(work), core);
+  if (c10d::isP2POp(type)) return c10::make_intrusive<InterruptibleMessage>(type, std::move(work), calls);
   if (dynamic_cast<ReduceScatterWork*>(work.get()) != nullptr) return work;
-  if (type == c10d::OpType::UNKNOWN) return c10::make_intrusive<InterruptibleLambda>(type, std::move(work), core);
-  return c10::make_intrusive<InterruptibleWork>(type, std::move(work), core);
+  if (type == c10d::OpType::UNKNOWN) return c10::make_intrusive<InterruptibleLambda>(type, std::move(work), calls);
+  return c10::make_intrusive<InterruptibleWork>(type, std::move(work), calls);
 }
 
 WorkPtr reduce_then_scatter(c10d::Backend& inner, const std::vector<at::Tensor>& outputs,
                             const std::vector<at::Tensor>& inputs, const c10d::ReduceScatterOptions& options,
-                            const std::shared_ptr<GroupCore>& core) {
+                            const std::shared_ptr<ForwardedCalls>& calls) {
   const int64_t ranks = inner.getSize();
   // Which other operations Gloo passes on to its all-reduce depends on torch's version.
   if (outputs.size() != inputs.size() || options.reduceOp != c10d::ReduceOp::SUM) return nullptr;
@@ -222,7 +222,7 @@ WorkPtr reduce_then_scatter(c10d::Backend& inner, const std::vector<at::Tensor>&
     WorkPtr sum = inner.allreduce(buffer, sum_options);
     parts.push_back({std::move(sum), buffer[0].chunk(ranks)[inner.getRank()], outputs[i]});
   }
-  return c10::make_intrusive<ReduceScatterWork>(std::move(parts), core);
+  return c10::make_intrusive<ReduceScatterWork>(std::move(parts), calls);
 }
 
 }  // namespace echo::pg

@@ -272,16 +272,15 @@ WorkPtr ProcessGroupEcho::run_on_worker(QuantizedCall call, std::unique_lock<std
 // when a signal handler raises. The group ends then, since its peers must not wait for a rank that has left the call.
 std::function<void(milliseconds)> ProcessGroupEcho::watch(const QuantizedCall& call) {
   const milliseconds limit = call.wire.timeout * kStuckFactor + kSayWaitingAfter;
-  return [home = home_, core = core_, worker = std::weak_ptr(worker_), what = call.what, limit,
+  return [home = home_, weak = std::weak_ptr(core_), worker = std::weak_ptr(worker_), what = call.what, limit,
           said = std::make_shared<std::atomic<bool>>(false)](milliseconds waited) {
     check_at_home(home);
-    try {
-      run_signal_handlers();
-    } catch (...) {
+    const std::shared_ptr<GroupCore> core = weak.lock();
+    if (!core) return;  // the call is over, and so is the group
+    unless_interrupted(run_signal_handlers, [&] {
       core->aborting = true;  // the peers are told, but not asked
       fail_call(*core, what, "waiting", "interrupted by a signal on this rank");
-      throw;
-    }
+    });
     if (waited >= kSayWaitingAfter && !said->exchange(true)) {
       emit_notice(c10::str(what.text(), " has waited ", waited.count() / 1000, " s for the other ranks"), "warning");
     }

@@ -40,6 +40,7 @@ BackendPtr ProcessGroupEcho::inner(c10::DeviceType type) {
 // use.
 c10d::Backend& ProcessGroupEcho::open_inner(c10::DeviceType type) {
   check_alive();
+  core_->forwarded->drop_ended();
   c10d::Backend& backend = *inner(type);  // lives as long as this group
   const auto bound = getBoundDeviceId();
   if (bound && bound->type() == type && backend.getBoundDeviceId() != bound) backend.setBoundDeviceId(bound);
@@ -138,7 +139,7 @@ void ProcessGroupEcho::setGroupUid(const std::string& pg_uid) {
 
 void ProcessGroupEcho::setTimeout(std::chrono::milliseconds timeout) {
   if (core_->config.timeout_s <= 0) timeout_ms_ = timeout.count();
-  core_->inner_timeout_ms = timeout.count();
+  core_->forwarded->timeout_ms = timeout.count();
   inner_.set_timeout(timeout);
   core_->wire.set_timeout(timeout);
 }

@@ -32,7 +32,7 @@ WorkPtr ProcessGroupEcho::forward(c10::DeviceType type, Operation&& operation) {
 }
 
 WorkPtr ProcessGroupEcho::hand_out(const c10d::Backend& inner, c10::DeviceType type, WorkPtr work) {
-  if (type == c10::DeviceType::CPU) work = make_interruptible(std::move(work), core_);
+  if (type == c10::DeviceType::CPU) work = make_interruptible(std::move(work), core_->forwarded);
   return collect(inner, std::move(work));
 }
 
@@ -40,8 +40,10 @@ WorkPtr ProcessGroupEcho::forward_reduce_scatter(const Tensors& outputs, const T
                                                  const c10d::ReduceScatterOptions& options,
                                                  const std::function<WorkPtr(c10d::Backend&)>& operation) {
   return forward(device_of(inputs, main_device()), [&](c10d::Backend& inner) {
-    WorkPtr work =
-        inner.getBackendName() == "gloo" ? reduce_then_scatter(inner, outputs, inputs, options, core_) : nullptr;
+    WorkPtr work;
+    if (inner.getBackendName() == "gloo") {
+      work = reduce_then_scatter(inner, outputs, inputs, options, core_->forwarded);
+    }
     return work ? work : operation(inner);
   });
 }
@@ -163,7 +165,7 @@ void ProcessGroupEcho::monitoredBarrier(const c10d::BarrierOptions& options, boo
   if (type != c10::DeviceType::CPU) return backend.monitoredBarrier(options, wait_all_ranks);
   // It waits for messages in the call itself.
   run_on_thread([inner = inner(type), options, wait_all_ranks] { inner->monitoredBarrier(options, wait_all_ranks); },
-                [this] { core_->inner_waits = true; });
+                [this](std::future<void> running) { core_->forwarded->leave_thread(std::move(running)); });
 }
 
 // torch asks the outer backend whether there are hooks, without a virtual call: the marker makes it say yes.

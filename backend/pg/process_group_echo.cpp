@@ -40,7 +40,7 @@ ProcessGroupEcho::ProcessGroupEcho(GroupSetup setup)
       timeout_ms_(setup.timeout.count()),
       deriver_(std::move(setup.deriver)) {
   TORCH_CHECK_VALUE(!inner_.made().empty(), "echo needs an inner backend for at least one device type");
-  core_->inner_timeout_ms = setup.inner_timeout.count();
+  core_->forwarded->timeout_ms = setup.inner_timeout.count();
   if (core_->config.diagnostics) plan_check_.emplace(rounds("plan", std::chrono::milliseconds(timeout_ms_.load())));
 }
 
@@ -69,7 +69,7 @@ ProcessGroupEcho::~ProcessGroupEcho() {
   worker_->stop(false, std::chrono::seconds(1));
   core_->wire.tear_down();
   BackendsByDevice inner = inner_.take_all();
-  if (core_->inner_waits) leave_to_thread(std::move(inner), core_->take_left());
+  if (core_->forwarded->gave_up) leave_to_thread(std::move(inner), core_->forwarded->take_kept());
 }
 
 std::string_view dtype_name(at::ScalarType dtype) {
@@ -202,10 +202,12 @@ WorkPtr ProcessGroupEcho::allreduce_exact(Tensors& tensors, const c10d::Allreduc
   }
   warn_if_idle(passes);
   if (!tensors[0].is_cpu()) return collect(inner, inner.allreduce(tensors, options));
-  const auto rename = [core = core_, what](const std::string& cause) {
+  const auto rename = [weak = std::weak_ptr(core_), what](const std::string& cause) {
     const std::string text = what.text() + " failed: " + cause;
+    const std::shared_ptr<GroupCore> core = weak.lock();  // none: the group has ended before
+    const bool asks = core && !core->aborting;
     TORCH_CHECK_WITH(DistBackendError, false, text,
-                     core->aborting ? std::string() : core->reports.exchange(text, GroupFate::kSurvives));
+                     asks ? core->reports.exchange(text, GroupFate::kSurvives) : std::string());
   };
   WorkPtr work;
   try {
@@ -215,9 +217,8 @@ WorkPtr ProcessGroupEcho::allreduce_exact(Tensors& tensors, const c10d::Allreduc
   } catch (const std::exception& error) {
     rename(error.what());
   }
-  const auto leave = [core = core_] { core->inner_waits = true; };
-  return collect(
-      inner, c10::make_intrusive<ForwardedWork>(getRank(), std::move(work), core_->reports.processes(), rename, leave));
+  return collect(inner, c10::make_intrusive<ForwardedWork>(getRank(), std::move(work), core_->reports.processes(),
+                                                           rename, core_->forwarded));
 }
 
 // What is compared says all that must be equal; bits and pass follow from it, or from what quantized calls compare.

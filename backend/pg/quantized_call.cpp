@@ -92,17 +92,6 @@ void GroupCore::look_at_devices() {
   }
 }
 
-void GroupCore::leave(c10::intrusive_ptr<c10d::Work> work) {
-  inner_waits = true;
-  const std::lock_guard lock(left_mutex_);
-  left_.push_back(std::move(work));
-}
-
-std::vector<c10::intrusive_ptr<c10d::Work>> GroupCore::take_left() {
-  const std::lock_guard lock(left_mutex_);
-  return std::exchange(left_, {});
-}
-
 void run_quantized(GroupCore& core, QuantizedCall& call) {
   core.fault.raise_if_set();
   RECORD_FUNCTION("echo::all_reduce", c10::ArrayRef<const c10::IValue>{});

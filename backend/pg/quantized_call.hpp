@@ -6,10 +6,8 @@
 #include <chrono>
 #include <cstdint>
 #include <memory>
-#include <mutex>
 #include <optional>
 #include <string>
-#include <vector>
 
 #include <ATen/core/Tensor.h>
 #include <torch/csrc/distributed/c10d/Work.hpp>
@@ -22,6 +20,7 @@
 #include "diagnostics.hpp"
 #include "fault.hpp"
 #include "fault_reports.hpp"
+#include "forwarded_calls.hpp"
 #include "peer_fabric.hpp"
 #include "settings.hpp"
 #include "stats.hpp"
@@ -46,9 +45,8 @@ struct GroupCore {
 
   const Config config;
   const FaultReports reports;
-  std::atomic<bool> aborting{false};         // by this rank's own will: what the others say is of no interest
-  std::atomic<bool> inner_waits{false};      // a forwarded call was given up that its inner backend still waits in
-  std::atomic<int64_t> inner_timeout_ms{0};  // of forwarded calls that bring none
+  std::atomic<bool> aborting{false};  // by this rank's own will: what the others say is of no interest
+  const std::shared_ptr<ForwardedCalls> forwarded = std::make_shared<ForwardedCalls>();
   GroupFault fault;
   DeviceFault device_fault;
   GroupStats stats;
@@ -63,17 +61,8 @@ struct GroupCore {
   // Of calls over peer memory on CPU; below kLookAhead only where a benchmark asks what the overlap is worth.
   std::atomic<int32_t> look_ahead{kLookAhead};
 
-  // Gives up a forwarded call. The end of the group waits for it no more, and until then it is kept: a peer that comes
-  // finds the tensor in its place.
-  void leave(c10::intrusive_ptr<c10d::Work> work);
-  std::vector<c10::intrusive_ptr<c10d::Work>> take_left();
-
   // Faults the group if devices have met what the host does not know of yet. Never blocks, calls no CUDA.
   void look_at_devices();
-
- private:
-  std::mutex left_mutex_;
-  std::vector<c10::intrusive_ptr<c10d::Work>> left_;
 };
 
 struct QuantizedCall {

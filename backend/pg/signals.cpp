@@ -1,7 +1,5 @@
 #include "signals.hpp"
 
-#include <pybind11/pybind11.h>
-
 namespace echo::pg {
 
 void run_signal_handlers() {

@@ -15,7 +15,6 @@ namespace {
 using std::chrono::milliseconds;
 using Clock = std::chrono::steady_clock;
 
-constexpr milliseconds kSignalPeriod{50};
 // An error shall come at most 5 s after its time-out, and one that asks in vain does so about thrice, beside the time
 // that it waits for reports of the other ranks.
 constexpr milliseconds kGrace{500};

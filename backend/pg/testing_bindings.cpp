@@ -181,6 +181,13 @@ void bind_testing(py::module_& m) {
         CudaFabrics::count_from(group.cuda_fabric(device), tiles, calls);
       },
       py::arg("group"), py::arg("device"), py::arg("tiles"), py::arg("calls"));
+  testing.def(
+      "abort_work",
+      [](c10d::Work& work) {
+        const GilRelease no_gil;
+        work.abort();
+      },
+      py::arg("work"));
   testing.def("rescale_exponent", [](float max_abs) { return rescale_exponent(bits_of(max_abs)); });
 }
 

@@ -5,6 +5,8 @@
 #include <atomic>
 #include <thread>
 
+#include "signals.hpp"
+
 namespace echo::pg {
 namespace {
 
@@ -53,7 +55,7 @@ void Waker::run() {
       idle = 0;
     }
     lock.unlock();
-    std::this_thread::sleep_for(kPeriod);
+    std::this_thread::sleep_for(kSignalPeriod);
     lock.lock();
     for (Wait& wait : waits_) {
       if (wait.is_long) {

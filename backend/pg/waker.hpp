@@ -3,7 +3,6 @@
 
 #include <sys/types.h>
 
-#include <chrono>
 #include <condition_variable>
 #include <list>
 #include <mutex>
@@ -21,7 +20,7 @@ class Waker {
     bool is_long = false;  // a round has seen it
   };
 
-  // While it lives, work.abort() is called every kPeriod, but not at once: most waits are over by then.
+  // While it lives, work.abort() is called every kSignalPeriod, but not at once: most waits are over by then.
   class Watch {
    public:
     explicit Watch(c10d::Work& work);
@@ -33,8 +32,6 @@ class Waker {
     Waker& waker_;
     std::list<Wait>::iterator place_;
   };
-
-  static constexpr std::chrono::milliseconds kPeriod{200};
 
  private:
   Waker();

@@ -11,7 +11,6 @@ namespace {
 using std::chrono::milliseconds;
 using Clock = std::chrono::steady_clock;
 
-constexpr milliseconds kLook{200};
 // What a process sent before it ended may still complete the work, and an error of Gloo's own leaves nothing behind.
 constexpr milliseconds kLastMessages{1000};
 
@@ -20,10 +19,10 @@ template <typename Look>
 bool wait_in_slices(c10d::Work& work, milliseconds timeout, Look&& look) {
   const Clock::time_point start = Clock::now();
   while (true) {
-    milliseconds slice = kLook;
+    milliseconds slice = kSignalPeriod;
     if (timeout != kNoTimeout) {
       const auto left = timeout - std::chrono::duration_cast<milliseconds>(Clock::now() - start);
-      slice = std::clamp(left, milliseconds(1), kLook);  // 0 is no limit to it
+      slice = std::clamp(left, milliseconds(1), kSignalPeriod);  // 0 is no limit to it
     }
     try {
       work.wait(slice);

@@ -6,15 +6,13 @@
 #include <c10/util/Exception.h>
 
 #include "gil.hpp"
+#include "signals.hpp"
 
 namespace echo::pg {
 namespace {
 
 using Clock = std::chrono::steady_clock;
 using std::chrono::milliseconds;
-
-// Ctrl-C is to return within a second.
-constexpr milliseconds kWaitSlice{200};
 
 }  // namespace
 
@@ -98,8 +96,8 @@ bool WorkEcho::wait(milliseconds timeout) {
 void WorkEcho::wait_for_host(milliseconds timeout) {
   const auto start = Clock::now();
   const auto waited = [&] { return std::chrono::duration_cast<milliseconds>(Clock::now() - start); };
-  while (!completion_->wait_until(timeout == kNoTimeout ? Clock::now() + kWaitSlice
-                                                        : std::min(Clock::now() + kWaitSlice, start + timeout))) {
+  while (!completion_->wait_until(timeout == kNoTimeout ? Clock::now() + kSignalPeriod
+                                                        : std::min(Clock::now() + kSignalPeriod, start + timeout))) {
     TORCH_CHECK_WITH(DistBackendError, timeout == kNoTimeout || waited() < timeout, details_.what.text(),
                      " did not finish within the ", timeout.count(), " ms that wait() was given; it goes on");
     if (details_.while_waiting) details_.while_waiting(waited());

@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import re
 import subprocess
 import sys
 import tempfile
@@ -27,18 +26,7 @@ sys.path[:0] = [str(HERE), str(HERE.parent)]
 from injections import PATIENCE, Injection, choose  # noqa: E402
 from participant import Outcome, diary_of, run_injection  # noqa: E402
 from ranks import RankError, run_ranks  # noqa: E402
-
-NOTICED = "has exited"
-# What a survivor's error must say was expected or seen instead.
-EXPECTATIONS = (
-    "waited in push", "waited in gather", "waiting for", "waited:", "did not come", NOTICED, "disagree", "must agree",
-    "reports", "pg_options must be",
-)  # fmt: skip
-OPERATIONS = (
-    r"quantized all_reduce (number \d+|over peer memory failed|over the wire failed)",
-    r"exact all_reduce number \d+",
-    r"cannot be created",
-)
+from words import missing_words  # noqa: E402
 
 
 def may_end_well(it: Injection, rank: int) -> bool:
@@ -47,35 +35,6 @@ def may_end_well(it: Injection, rank: int) -> bool:
     if rank == it.victim:
         return it.action in ("skip the last", "stop")
     return False
-
-
-def wrong_words(it: Injection, rank: int, text: str) -> list[str]:
-    """What an error of a rank other than the victim fails to name."""
-    wrong = []
-    if not re.search(rf"[Rr]ank {rank} of {it.size}\b", text):
-        wrong.append(f"its own rank {rank}")
-    if not re.search(rf"rank {it.victim}\b", text):
-        wrong.append(f"the victim, rank {it.victim}")
-    if not any(re.search(operation, text) for operation in OPERATIONS):
-        wrong.append("the operation")
-    if not any(words in text for words in EXPECTATIONS):
-        wrong.append("what was expected")
-    if it.ends_process and NOTICED not in text:
-        wrong.append("that the process has exited")
-    return [f"rank {rank}: the error does not name {what}: {text}" for what in wrong]
-
-
-def missing_decisions(it: Injection, rank: int, text: str) -> list[str]:
-    """Where one rank forwards what the others quantize, every rank's error, the victim's too, says who did which."""
-    if it.action != "forward":
-        return []
-    wrong = []
-    others = "|".join(str(other) for other in range(it.size) if other != it.victim)
-    if not re.search(rf"rank {it.victim}(?: of {it.size}:| calls an) exact all_reduce\b", text):
-        wrong.append(f"that rank {it.victim} forwarded")
-    if not re.search(rf"rank (?:{others})(?: of {it.size}:| calls a) quantized all_reduce\b", text):
-        wrong.append("who quantized")
-    return [f"rank {rank}: the error does not name {what}: {text}" for what in wrong]
 
 
 def last_seen(folder: str, rank: int) -> tuple[str, float]:
@@ -104,14 +63,14 @@ def judge(it: Injection, outcomes: list[Any], unfinished: dict[int, tuple[str, f
         problems += [f"rank {rank}: {problem}" for problem in outcome.problems]
         if not outcome.text and not may_end_well(it, rank):
             problems.append(f"rank {rank}: no error after {outcome.right} right results")
-        if outcome.text:
-            problems += missing_decisions(it, rank, outcome.text)
-        if rank == it.victim or not outcome.text:
+        if not outcome.text:
+            continue
+        problems += missing_words(it, rank, outcome.text)
+        if rank == it.victim:
             continue
         limit = PATIENCE if it.ends_process and not it.is_noticed_late else it.timeout + PATIENCE
         if outcome.seconds > limit:
             problems.append(f"rank {rank}: {outcome.seconds:.1f} s instead of {limit:.1f}: {outcome.text}")
-        problems += wrong_words(it, rank, outcome.text)
     return problems
 
 
