@@ -36,6 +36,12 @@ class Place:
     processes: Any = None  # of the ranks, as the extension watches them; None where it is not there
     own_store: Any = None  # of this group alone, also where ranks report failures
 
+    @property
+    def meeting_place(self) -> Any:
+        """The store for an inner backend: where this group follows one of the same name on the same store, its ranks
+        must not find the addresses of that one."""
+        return self.store if self.own_store is None else self.own_store
+
 
 def make(
     place: Place, role: str, inner_options: Any, device_types: tuple[str, ...] = ("cpu", "cuda")
@@ -138,7 +144,7 @@ def _watched(place: Place, prefix: str) -> Any:
     """The group's store for an inner backend, with waits that end when a process of the group does."""
     import torch.distributed as dist
 
-    store = place.store
+    store = place.meeting_place
     if place.processes is not None:
         store = build.extension().watched_store(store, place.processes, place.timeout)
     return dist.PrefixStore(prefix, store)
@@ -173,7 +179,7 @@ def make_nccl(place: Place, role: str, inner_options: Any) -> Any:
     if role == "pass" and place.split_from is not None:
         chosen.split_from = place.split_from
         chosen.split_color = dist.distributed_c10d._process_group_color(place.global_ranks)
-    backend = nccl(dist.PrefixStore(f"{role}/cuda", place.store), place.rank, place.size, chosen)
+    backend = nccl(dist.PrefixStore(f"{role}/cuda", place.meeting_place), place.rank, place.size, chosen)
     _start_sequence_numbers(backend)
     return backend
 

@@ -6,10 +6,13 @@ Each case is a short program, run once per rank in processes of its own that mee
 import os
 import subprocess
 import sys
+import time
+from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import run_ranks
 
 import echo_pg
 from echo_pg import Options
@@ -227,3 +230,21 @@ def test_the_doctor_over_two_ranks():
     done = subprocess.run([*command, "-m", "echo_pg", "doctor"], capture_output=True, text=True, timeout=120, cwd="/")
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("live: 2 ranks, fabric peer") == 3 and "All is well." in done.stdout
+
+
+def run_again(rank, size, folder):
+    """The default group five times on one store; each time one rank comes late, and meets the other's last address."""
+    store = dist.FileStore(f"{folder}/again", size)
+    for turn in range(5):
+        if turn % size == rank:
+            time.sleep(0.2)
+        dist.init_process_group("echo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=10))
+        x = torch.full((4,), float(rank + turn))
+        dist.all_reduce(x)
+        assert x.eq(1 + 2 * turn).all()
+        dist.destroy_process_group()
+
+
+def test_a_group_made_again_on_the_same_store(tmp_path):
+    """Gloo alone finds the addresses of the group before there, and waits for those who have left."""
+    run_ranks(run_again, 2, str(tmp_path), backend=None, timeout=60)

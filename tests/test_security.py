@@ -174,7 +174,8 @@ def run_without_pickle(rank: int, size: int, folder: str) -> list[tuple[str, byt
         dist.all_reduce(torch.ones(3))
     finally:
         pickle.loads, pickle.load, pickle.Unpickler = before  # type: ignore[misc]
-    return [(key, value) for key, value in store.written if "/echo/" in f"/{key}"]
+    # Beside echo's keys lie those of the inner Gloo, which writes addresses in a form of its own.
+    return [(key, value) for key, value in store.written if "/echo/" in f"/{key}" and "/pass/" not in key]
 
 
 def test_what_echo_writes_into_the_store_is_text_and_nothing_is_unpickled(tmp_path: Path) -> None:
