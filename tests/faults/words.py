@@ -47,9 +47,10 @@ def waited_for(victim: int) -> str:
             rf"rank \d+(?:, \d+)* did not come within \d+ ms \((?:timed out after \d+ ms|{exited})",
             r"waiting for the ranks' descriptions of this call: .",
             r"waiting for the (?:codes|sums) of all ranks for tile \d+ of \d+: .",
+            r"(?:making the inner group for \w+ tensors: \w+: rank \d+ of \d+: group '[^']*' cannot be created: )?"
             r"waiting for the connections of all ranks \((?:pass|wire), Gloo\): .",
             r"rank \d+ waited: (?:all \d+ ranks came, but rank 0 gave no verdict|\d+ of \d+ ranks did not come "
-            rf"\(rank [\d, ]+\)|(?:{exited}, and )?the store no longer answers rank \d+) after \d+\.\d s "
+            rf"\(rank [\d, ]+\)|(?:{exited}; )?the store no longer answers rank \d+) after \d+\.\d s "
             r"\(time-out [\d.]+ s\): ",
             rf"rank \d+ is in another call {PLACE}",
             rf"ranks disagree: {CALLS}, {CALLS}",
