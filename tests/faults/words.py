@@ -74,8 +74,10 @@ def at_fault(it: Injection) -> str:
             rf"ranks did not come \(rank (?:\d+, )*{rank}\b",
             rf"\brank {rank} gave no verdict",
             rf"\brank {rank} reports nothing \(",
-            rf"\brank {rank} reports: {BEFORE}{opening(rank, it.size)}",
-            rf"\brank {rank} is in another call {PLACE}",
+            rf"(?:\brank {rank} reports|\ba peer reports, rank {rank}|\btold to stop by rank {rank}): "
+            rf"{BEFORE}{opening(rank, it.size)}",
+            # Of two that are in different calls each says it of the other.
+            rf"\brank {rank} is in another call {PLACE}|\brank \d+ is in another call \(rank {rank} waited ",
             rf"\brank {rank} (?:calls an? (?:quantized|exact) all_reduce of|called \(number) ",
             rf"\bthe group was aborted by rank {rank}(?:; |$)",
             rf"\bbits is \d on rank 0 and \d on rank {rank or r'[1-9]'}\.",
