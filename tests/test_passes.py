@@ -329,7 +329,7 @@ def run_logged(rank: int, size: int) -> list[str]:
 
 
 def test_what_groups_say() -> None:
-    first, second = run_ranks(run_logged, 2)
+    first, second = run_ranks(run_logged, 2, env={"ECHO_LOG": "info"})
     assert second == [], "rank 0 speaks for the group"
     assert len(first) == 4, first
     assert first[0].startswith("WARNING") and "parameter gradient" in first[0]
